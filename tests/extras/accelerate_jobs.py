@@ -204,6 +204,48 @@ def adversaries(plan: Any) -> dict[str, Any]:
     return {"losses": losses}
 
 
+def together(plan: Any, folder: str) -> dict[str, Any]:
+    """Train two models with one optimizer, as DreamBooth does a U-Net and a text encoder; repeat the second epoch."""
+    accelerator = made(plan, gradient_accumulation_steps=2)
+    torch.manual_seed(1)
+    encoder, head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=0.01, eps=1e-4)
+    batches = DataLoader(torch.arange(64.0).sin().reshape(16, 4), 2)
+    encoder, head, optimizer, batches = accelerator.prepare(encoder, head, optimizer, batches)
+    norms: list[float] = []
+
+    def train() -> list[float]:
+        losses = []
+        for batch in batches:
+            with accelerator.accumulate(encoder, head):
+                loss = (head(encoder(batch)) - batch.sum(1, keepdim=True)).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_([*encoder.parameters(), *head.parameters()], 0.5).item())
+                    norms.append(accelerator.clip_grad_norm_(head.parameters(), 0.1).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+
+    first = train()
+    accelerator.save_state(folder)
+    second = train()
+    states = [accelerator.get_state_dict(one) for one in (encoder, head)]
+    accelerator.load_state(folder)
+    third = train()
+    accelerator.backward(head(encoder(torch.ones(2, 4))).sum())
+    encoder.zero_grad()
+    have = [all(param.grad is not None for param in one.parameters()) for one in (encoder, head)]
+    return {
+        "losses": [*first, *second, *third],
+        "norms": norms,
+        "has_repeated": second == third,
+        "have_gradients": have,
+        "states": [{name: value.tolist() for name, value in state.items()} for state in states],
+    }
+
+
 def refused(what: str) -> None:
     """Do something that is refused."""
     if what == "plugin":
@@ -222,7 +264,9 @@ def refused(what: str) -> None:
     accelerator = made("zero3")
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     if what == "spread":
-        accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))
+        accelerator.prepare(first, torch.optim.SGD([*first.parameters(), *second.parameters()]))
+    elif what == "together":
+        made("auto").prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))
     elif what == "alone":
         accelerator.backward(accelerator.prepare(first)(torch.ones(2)).sum())
     elif what == "local":

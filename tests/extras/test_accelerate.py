@@ -168,12 +168,28 @@ def test_several_models() -> None:
     assert ours["losses"] == pytest.approx(plain()[0]["losses"], abs=1e-6)
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-offload"])
+def test_one_optimizer_of_two_models(preset: str, tmp_path: Path) -> None:
+    plain = begin(2, jobs.together, None, str(tmp_path / "plain"))
+    ours = on_ranks(2, jobs.together, preset, str(tmp_path / "ours"))[0]
+    expected = plain()[0]
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+    assert ours["norms"] == pytest.approx(expected["norms"], abs=1e-6)
+    assert ours["has_repeated"]
+    assert ours["have_gradients"] == expected["have_gradients"] == [False, True]
+    for state, other in zip(ours["states"], expected["states"], strict=True):
+        assert state.keys() == other.keys()
+        for name in state:
+            torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(other[name]), rtol=1e-5, atol=1e-6)
+
+
 REFUSED = {
     "plugin": "fsdp_plugin= selects FSDP",
     "clipping": "with Accelerate the script clips",
     "accumulation": "accumulate 2 .* is 1",
     "axes": "Set the size of pp, and let a data axis take the rest",
-    "spread": "SGD has parameters of Linear and of other modules",
+    "spread": "SGD has parameters of Linear and of modules that are not prepared with it",
+    "together": "SGD trains Linear and Linear together, and pipeline stages and preset: auto are for one model",
     "strange state": "was not saved by this Accelerator",
     "alone": "Linear was prepared without its optimizer",
 }

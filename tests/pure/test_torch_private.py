@@ -88,6 +88,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_modules": (MODULE, "layers of other stages become placeholders"),
     "_non_persistent_buffers_set": (MODULE, "buffers that no state dict has are not expected in a checkpoint"),
     "_forward_hooks": (MODULE, "hooks of the user's are found, which stages or rehearsals would leave out"),
+    "_backward_pre_hooks": (MODULE, "hooks of the user's are found, which run only where a stage is"),
     "_forward_pre_hooks": (MODULE, "hooks of the user's are found, which rehearsals would leave out"),
     "_compiled_call_impl": (MODULE, "whether module.compile() was called"),
     "_call_impl": (MODULE, "an elastic session calls the model in place of module()"),
@@ -101,6 +102,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
         TENSOR,
         "a write to what was assigned to a parameter in part, and a parameter's view that is returned, are noticed",
     ),
+    "_backward_hooks": (TENSOR, "hooks on gradients that are there before shard() are told what they get"),
     "_is_view": (torch.Tensor, "a question about a parameter at rest that needs no values"),
     "_typed_storage": (torch.Tensor, "the older of two ways to a storage, which is refused like the other"),
     "_make_wrapper_subclass": (

@@ -105,6 +105,23 @@ def test_results_of_other_stages_are_carried(kind: type[Decoder], schedule: str)
     assert_same(runs, unsplit(model, data, clip=CLIP))
 
 
+class Recomputed(Decoder):
+    """By checkpointing that calls a block without gradients, and again in the backward."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=True)
+        return logits_or_loss(self, hidden, y)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of a forward on fake tensors
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_results_of_other_stages_are_carried_through_reentrant_checkpoints(preset: str) -> None:
+    model, data = Recomputed(), batches(2, 8)
+    assert_same(pipelined(model, {"pp": 2}, data, preset=preset), unsplit(model, data, clip=CLIP))
+
+
 class Twice(Decoder):
     """Two layers for each block, as in ALBERT."""
 
@@ -221,7 +238,7 @@ def test_fewer_micro_batches_than_stages(
     runs = pipelined(model, {"pp": 3}, data, preset=preset, accumulate=count, pipeline={"schedule": schedule})
     assert_same(runs, unsplit(model, data, clip=CLIP))
     [said] = {record.message for record in caplog.records if "pipeline ranks" in record.message}
-    assert f"{count} micro-batches for 3 pipeline ranks, which wait" in said
+    assert f"A step runs {count} micro-batch{'es' * (count > 1)} for 3 pipeline ranks, which wait" in said
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

@@ -523,6 +523,46 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("by_call", [True, False])
+def test_hooks_that_a_loop_adds_are_said_to_run_on_their_stage(
+    *, by_call: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    models, data = [Decoder() for _ in range(2)], batches(1, 8)[0]
+
+    def rank(world: sw.World) -> list[str]:
+        model = models[world.rank]
+        with sw.shard(model, plan(), optimizer=adamw(model), world=world) as engine:
+            hooked = [name for name, module in model.named_modules() if isinstance(module, Block)]
+            for name in hooked:
+                model.get_submodule(name).register_full_backward_hook(lambda *_: None)
+            for _ in range(2):
+                engine.backward(model(*data)) if by_call else engine.forward_backward(data)
+                engine.step()
+            return hooked
+
+    first, second = run_ranks(2, rank)
+    said = sorted(message for message in caplog.messages if message.startswith("Hooks on "))
+    assert len(said) == 2
+    assert f"Hooks on {first[0]}" in said[0]
+    assert "here on rank 0" in said[0]
+    assert f"Hooks on {second[0]}" in said[1]
+    assert "here on rank 1" in said[1]
+
+
+def test_a_transform_of_the_model_is_refused() -> None:
+    models, (x, y) = [Decoder() for _ in range(2)], batches(1, 8)[0]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with (
+            sw.shard(model, plan(), optimizer=adamw(model), world=world),
+            pytest.raises(StateError, match=r"inside a torch\.func transform"),
+        ):
+            torch.func.vmap(lambda row, target: model(row[None], target[None]))(x, y)
+
+    run_ranks(2, rank)
+
+
 def test_hooks_on_modules_of_earlier_stages_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """What they collect on other ranks is unknown, and would be missing in a loss."""
     models = [Decoder() for _ in range(2)]

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,6 +57,14 @@ def added_in_place(terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
+def added_to(terms: Iterable[Tensor]) -> Tensor:
+    total = torch.tensor(0.5)
+    for term in terms:
+        total = total.expand(term.shape).clone() if total.shape != term.shape else total
+        total.add_(term)
+    return total
+
+
 def added_up(values: Iterable[float]) -> float:
     total = 0.0
     for value in values:
@@ -66,6 +75,8 @@ def added_up(values: Iterable[float]) -> float:
 PARTIAL: dict[str, Term] = {
     "a root": lambda model: sum(p.square().sum() for p in model.parameters()).sqrt(),
     "of a sum in place": lambda model: torch.sqrt(added_in_place(p.square().sum() for p in model.parameters())),
+    "of a tensor that was added to": lambda model: added_to(p.norm().detach() for p in model.parameters()).sqrt(),
+    "of tensors of its own": lambda model: torch.stack([added_to([p.grad]).norm() for p in model.parameters()]).norm(),
     "a power": lambda model: sum(p.norm() ** 2 for p in model.parameters()) ** 0.5,
     "a norm of norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).norm(),
     "of one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).norm(),
@@ -133,15 +144,25 @@ def test_norms_of_weights_that_stages_share_are_whole() -> None:
     assert found[0]["tokens.weight"] == pytest.approx(found[1]["tokens.weight"], rel=1e-6)
 
 
-def test_a_count_of_all_parameters_says_that_it_is_of_some_stages(caplog: pytest.LogCaptureFixture) -> None:
+COUNTED: dict[str, Callable[[nn.Module], int]] = {
+    "numel()": lambda model: sum(p.numel() for p in model.parameters()),
+    "shapes": lambda model: sum(math.prod(p.shape) for p in model.parameters()),
+    "sizes": lambda model: sum(math.prod(p.detach().size()) for p in model.parameters()),
+    "of gradients": lambda model: sum(p.grad.numel() for p in model.parameters()),
+    "of one vector": lambda model: len(nn.utils.parameters_to_vector(model.parameters())),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_count_of_all_parameters_says_that_it_is_of_some_stages(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     def use(model: nn.Module, _: object) -> int:
-        return sum(sum(param.numel() for param in model.parameters()) for _ in range(2)) // 2
+        return sum(COUNTED[kind](model) for _ in range(2)) // 2
 
     counts, whole = in_stages("zero3", use), sum(param.numel() for param in Decoder().parameters())
     said = [record.getMessage() for record in caplog.records if "numel()" in record.getMessage()]
     assert sorted(said) == sorted(
-        f"A sum of numel() over model.parameters() is of what this rank has, {count:,} elements of the model's "
-        f"{whole:,}."
+        f"Counts over model.parameters(), such as a sum of numel(), are of what this rank has, {count:,} elements of "
+        f"the model's {whole:,}."
         for count in counts
     )
     assert sum(counts) == whole
@@ -154,7 +175,21 @@ def put_into_one(params: Iterable[Tensor]) -> Tensor:
     return norms.norm()
 
 
+def into_views(params: Iterable[Tensor]) -> Tensor:
+    norms = torch.zeros(len(params := list(params)))
+    for place, param in enumerate(params):
+        (norms[place] if place % 2 else norms.data[place]).add_(param.detach().norm())
+    return norms
+
+
+def into_a_copy(params: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for param in params:
+            nn.Parameter(torch.zeros(param.shape)).lerp_(param.detach(), 0.1)
+
+
 TAKEN: dict[str, Term] = {
+    "parameters of a copy": lambda model: into_a_copy(model.parameters()),
     "one tensor of numbers": lambda model: torch.tensor([p.norm().item() for p in model.parameters()]).norm(),
     "one array of numbers": lambda model: np.array([p.grad.norm().item() for p in model.parameters()]).mean(),
     "an exact sum": lambda model: math.fsum(p.norm().item() for p in model.parameters()),
@@ -163,6 +198,12 @@ TAKEN: dict[str, Term] = {
     "a count": lambda model: sum((p == 0).sum().item() for p in model.parameters()),
     "a count of those that count": lambda model: sum(torch.count_nonzero(p).item() for p in model.parameters()),
     "one tensor, one by one": lambda model: put_into_one(model.parameters()),
+    "one tensor, by its elements": lambda model: into_views(model.parameters()).norm(),
+    "tensors at once": lambda model: torch._foreach_add_(
+        [torch.zeros(len(p)) for p in model.parameters()], [p.detach().flatten()[: len(p)] for p in model.parameters()]
+    ),
+    "a mean of numbers": lambda model: statistics.mean(p.norm().item() for p in model.parameters()) + 1,
+    "a file of averages": lambda model: pickle.dumps([added_to([p.detach()]) for p in model.parameters()]),
     "a file": lambda model: pickle.dumps({n: p.detach().cpu() for n, p in model.named_parameters()}),
     "one of `.data`": lambda model: pickle.dumps([p.data for p in model.parameters()]),
 }
@@ -213,6 +254,48 @@ def test_values_of_some_parameters_say_nothing(caplog: pytest.LogCaptureFixture)
 
     in_stages("zero3", use)
     assert not [record for record in caplog.records if "Values were taken" in record.getMessage()]
+
+
+def test_a_tensor_that_is_overwritten_begins_anew() -> None:
+    total = [torch.zeros(()) for _ in range(2)]
+
+    def use(model: nn.Module, _: object) -> None:
+        mine = total[0] if any("blocks.0" in name for name, _ in model.named_parameters()) else total[1]
+        for overwrite in (torch.Tensor.zero_, lambda one: one.fill_(0.0), lambda one: one.copy_(torch.zeros(()))):
+            for param in model.parameters():
+                mine.add_(param.detach().norm())
+            with pytest.raises(StateError, match=r"engine\.gradient_norm"):
+                mine.sqrt()
+            assert overwrite(mine).sqrt().item() == 0
+
+    in_stages("zero1", use)
+
+
+@pytest.mark.parametrize("split", ["pp", "tp"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_hook_on_a_gradient_says_what_it_gets(is_before: bool, split: str, caplog: pytest.LogCaptureFixture) -> None:
+    models = [Decoder() for _ in range(2)]
+    plan: dict[str, Any] = {"preset": "zero1", "mesh": {split: 2}}
+    if split == "tp":
+        plan["tensor"] = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}
+
+    def halved(model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if name.endswith(("up.weight", "head.weight")):  # of which `tp` leaves the second whole
+                param.register_hook(lambda gradient: gradient * 0.5)
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        if is_before:
+            halved(model)
+        with sw.shard(model, plan, optimizer=adamw(model), world=world):
+            if not is_before:
+                halved(model)
+
+    run_ranks(2, rank)
+    said = [record.getMessage() for record in caplog.records if "The hook on" in record.getMessage()]
+    assert len(said) == 2
+    assert all("up.weight gets the gradient as this rank computes it" in one for one in said)
 
 
 def test_a_value_is_a_plain_number_to_others() -> None:

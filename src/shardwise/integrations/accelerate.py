@@ -124,6 +124,9 @@ class Accelerator(BatchSharingAccelerator):
         """Models of this class that are prepared in evaluation mode are references of one that is trained: pipeline
         stages have their parts too."""
         self._engines: dict[nn.Module, sw.Engine] = {}
+        """Models that one optimizer trains together have the same engine."""
+        self._prefixes: dict[nn.Module, str] = {}
+        """What names have before them in an engine that has several models."""
         self._references: dict[nn.Module, sw.Engine] = {}
         self._dtypes: dict[nn.Module, str | None] = {}
         self._param_dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
@@ -250,11 +253,13 @@ class Accelerator(BatchSharingAccelerator):
     def hand_over(self, model: nn.Module) -> None:
         """Close the engine of `model`, and leave plain parameters, whole on every rank, in their dtypes of before. All
         ranks call. See [Note: one Trainer after another] in `model_patches.py`."""
-        dtypes = self._param_dtypes[model]
-        self._engines[model].unshard()
-        self._release(model)
-        for name, param in model.named_parameters():
-            param.data = param.data.to(dtypes.get(name, param.dtype))
+        engine = self._engines[model]
+        engine.unshard()
+        for one in [one for one, its in self._engines.items() if its is engine]:
+            dtypes = self._param_dtypes[one]
+            self._release(one)
+            for name, param in one.named_parameters():
+                param.data = param.data.to(dtypes.get(name, param.dtype))
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """See accelerate. The first one is that of training: see `preset: auto`."""
@@ -288,18 +293,23 @@ class Accelerator(BatchSharingAccelerator):
     def _shard(self, models: Iterable[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         """Shard those of `models`, and of the ones prepared before, whose parameters are in `optimizers`."""
         candidates = [*self._pending, *(model for model in models if model not in self._pending)]
-        for model in candidates:
-            own = {id(param) for param in model.parameters() if param.requires_grad}
-            mine = [one for one in optimizers if own & param_ids(one)]
-            if mine and model not in self._engines:
-                self._shard_model(model, mine)
+        for together, mine in _trained_together([one for one in candidates if one not in self._engines], optimizers):
+            self._shard_models(together, mine)
 
-    def _shard_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """All ranks call."""
+    def _shard_models(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+        """Shard `models`, of which each of the `optimizers` trains one or several, as one. All ranks call."""
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
         _refuse_shared_optimizers(model, optimizers)
-        self._dtypes[model] = dtype_of(model)
-        self._param_dtypes[model] = {name: param.dtype for name, param in model.named_parameters()}
+        for one in models:
+            self._dtypes[one] = dtype_of(one)
+            self._param_dtypes[one] = {name: param.dtype for name, param in one.named_parameters()}
         plan = self._resolved(model)
+        if len(models) > 1 and (has_stages(plan) or plan.preset == "auto"):
+            names = " and ".join(type(one).__name__ for one in models)
+            raise ConfigError(
+                f"{type(optimizers[0]).__name__} trains {names} together, and pipeline stages and preset: auto are for "
+                f"one model that is called. Create one optimizer per model, or take another plan."
+            )
         device = None if self.device.type == "cpu" else self.device
         self._coordination.release()
         if plan.preset == "auto":
@@ -308,19 +318,22 @@ class Accelerator(BatchSharingAccelerator):
         if self.runs_whole_steps:
             plan = sw.load_plan(plan, [f"accumulate={self.num_micro_batches}"])
         tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, optimizers[0])
-        engine = self._engines[model] = sw.shard(model, plan, optimizer=optimizers, world=self.world, device=device)
+        engine = sw.shard(model, plan, optimizer=optimizers, world=self.world, device=device)
         if tuner is not None:
             tuner.watch(model, self.world)
         engine.give_whole_outputs()
         self.draw_alike(self.world)
-        patch_zero_grad(model, engine, partial(self.hand_over, model))
-        refuse_no_sync(model)
         records = plan.run is not None and not self.keeps_engines
-        self._coordination.register(model, main_process_reads_alone=self.main_process_reads_alone, records=records)
-        if self.num_processes > 1:
-            synchronize_generation(model)
-        if model in self._pending:
-            self._pending.remove(model)
+        for number, one in enumerate(models):
+            self._engines[one] = engine
+            self._prefixes[one] = f"{number}." if len(models) > 1 else ""
+            patch_zero_grad(one, engine, partial(self.hand_over, one))
+            refuse_no_sync(one)
+            self._coordination.register(one, main_process_reads_alone=self.main_process_reads_alone, records=records)
+            if self.num_processes > 1:
+                synchronize_generation(one)
+            if one in self._pending:
+                self._pending.remove(one)
 
     def _resolved(self, model: nn.Module) -> sw.Plan:
         """The plan for `model`, with what accelerate's own settings say."""
@@ -403,10 +416,9 @@ class Accelerator(BatchSharingAccelerator):
         """See accelerate. Collective. Returns the global norm before clipping, a tensor on the CPU."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, given))
-        for model, engine in self._engines.items():
-            if ids == {id(param) for param in model.parameters()} or ids == {
-                id(param) for param in model.parameters() if param.requires_grad
-            }:
+        for engine in self._engines.values():
+            params = list(engine.module.parameters())
+            if ids in (set(map(id, params)), {id(param) for param in params if param.requires_grad}):
                 return torch.tensor(float(engine.clip_grad_norm_(max_norm, norm_type)), device="cpu")
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
@@ -431,7 +443,8 @@ class Accelerator(BatchSharingAccelerator):
         if self._coordination.is_saving:
             return self._coordination.placeholder
         self._coordination.release()
-        return engine.state_dict(rank_0_only=True)
+        prefix, whole = self._prefixes[model], engine.state_dict(rank_0_only=True)
+        return {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """See accelerate. Models and optimizers go into the subfolder `shardwise/`, which any number of ranks can load.
@@ -483,7 +496,7 @@ class Accelerator(BatchSharingAccelerator):
     def _load_engines(self, models: list[nn.Module], folder: str) -> None:
         """The last pre-hook of loading. Loads the models with engines, and leaves the others to accelerate."""
         models[:] = [model for model in models if model not in self._engines]
-        for number, engine in enumerate(self._engines.values()):
+        for number, engine in enumerate(dict.fromkeys(self._engines.values())):
             if engine.resume(engine_folder(folder, number)) is None:
                 raise StateError(f"{folder} has no checkpoint of model {number}; was it saved with fewer models?")
 
@@ -532,7 +545,10 @@ class Accelerator(BatchSharingAccelerator):
     def _release(self, model: nn.Module) -> None:
         remove_patches(model)
         self._coordination.unregister(model)
-        self._engines.pop(model).close()
+        engine = self._engines.pop(model)
+        if engine not in self._engines.values():
+            engine.close()
+        self._prefixes.pop(model, None)
         self._dtypes.pop(model, None)
         self._param_dtypes.pop(model, None)
 
@@ -567,12 +583,31 @@ def _tuner(
     return Tuner(config, model, optimizer, auto)
 
 
+def _trained_together(
+    models: Iterable[nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> list[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
+    """`models` that are trained, those of one optimizer together, with the optimizers of each such group."""
+    groups: list[tuple[list[nn.Module], list[torch.optim.Optimizer]]] = []
+    for model in models:
+        own = {id(param) for param in model.parameters() if param.requires_grad}
+        mine = [one for one in optimizers if own & param_ids(one)]
+        if not mine:
+            continue
+        linked = [group for group in groups if any(one in mine for one in group[1])]
+        groups = [group for group in groups if group not in linked]
+        of_models = [one for group in linked for one in group[0]]
+        of_optimizers = dict.fromkeys([*(one for group in linked for one in group[1]), *mine])
+        groups.append(([*of_models, model], list(of_optimizers)))
+    return groups
+
+
 def _refuse_shared_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     own = {id(param) for param in model.parameters()}
     for one in optimizers:
         if not param_ids(one) <= own:
             raise ConfigError(
-                f"{type(one).__name__} has parameters of {type(model).__name__} and of other modules. Create one "
-                f"optimizer per model, or put the modules into one before prepare(). Where a Trainer makes the "
-                f"optimizer for a loss that has parameters, make them the model's before: model.loss_head = loss.head."
+                f"{type(one).__name__} has parameters of {type(model).__name__} and of modules that are not prepared "
+                f"with it. Prepare all that it trains in one call, prepare(first, second, optimizer), or create one "
+                f"optimizer per model. Where a Trainer makes the optimizer for a loss that has parameters, make them "
+                f"the model's before: model.loss_head = loss.head."
             )

@@ -80,7 +80,7 @@ class Coordination:
             logging.exchange()
 
     def _make_whole(self, inside: ExitStack) -> None:
-        for engine in self._engines.values():
+        for engine in dict.fromkeys(self._engines.values()):  # models may share one
             if engine.table.param.shard:
                 inside.enter_context(engine.inference())
 
@@ -126,7 +126,7 @@ class Coordination:
                 finally:
                     self.is_saving = False
         folder = next(filter(None, world.exchange(self.folder.encode(), "folder"))).decode()
-        for number, engine in enumerate(self._engines.values()):
+        for number, engine in enumerate(dict.fromkeys(self._engines.values())):
             engine.save(engine_folder(folder, number), without_gradients=True)  # DDP saves none either
         return result
 

@@ -89,15 +89,16 @@ def refuse_comm_hook(handler: Any) -> None:
 
 
 def patch_zero_grad(model: nn.Module, engine: sw.Engine, hand_over: Callable[[], None] | None = None) -> None:
-    """Let `model.zero_grad()`, which Trainer calls in every step, drop all gradients in one call.
+    """Let `model.zero_grad()`, which Trainer calls in every step, drop all gradients in one call, if `engine` has no
+    others.
 
     `hand_over`, if given, makes the model a plain one again; see `take_over`."""
 
     def zero_grad(set_to_none: bool = True) -> None:
-        if set_to_none:
+        if set_to_none and engine.module is model:
             engine.zero_grad()
         else:
-            type(model).zero_grad(model, set_to_none=False)
+            type(model).zero_grad(model, set_to_none=set_to_none)
 
     setattr(zero_grad, _HAND_OVER, hand_over)
     model.__dict__[_ZERO_GRAD] = zero_grad

@@ -6,7 +6,7 @@ from shardwise.runtime.compiled import WrappedForward, check_backend, own_forwar
 from shardwise.runtime.decisions import Decisions, decided
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.grad_mover import GradMover
-from shardwise.runtime.hooks import EndOfForward, NotCopied, changed_inside, in_backward
+from shardwise.runtime.hooks import EndOfForward, NotCopied, changed_inside, in_backward, refuse_transformed_calls
 from shardwise.runtime.nested import argument_tensors, named_tensors, tensors_in
 from shardwise.runtime.no_grad_forwards import Inference, bytes_inside, keeps_all
 from shardwise.runtime.param_mover import ParamMover
@@ -34,5 +34,6 @@ __all__ = [
     "keeps_all",
     "named_tensors",
     "own_forward",
+    "refuse_transformed_calls",
     "tensors_in",
 ]

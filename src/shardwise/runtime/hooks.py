@@ -252,22 +252,7 @@ class Hooks(NotCopied):
     # -- forward ----------------------------------------------------------------------------------------
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
-        if is_dynamo_compiling():  # traced, it ends the graph; where the graph must not end, it is what the caller sees
-            raise StateError(
-                "A sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
-                "and go at its units. Call the plain model, and have each unit compiled by the plan: compile: inductor."
-            )
-        if is_transforming():
-            raise StateError(
-                "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
-                "with memory that comes and goes. Use loss.backward() or torch.autograd.grad(), or torch.autograd."
-                "functional.jvp and jacobian, which compute by backwards."
-            )
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch's own
-            raise StateError(
-                "A sharded model was called by torch.jit.trace, or an ONNX export by it, which records no gathering of "
-                "parameters. Trace a plain model that has loaded engine.state_dict()."
-            )
+        refuse_transformed_calls()
         if not in_backward():
             self._outer_compile.check_callers()
             self._listener.enter_root()
@@ -517,6 +502,26 @@ def _taken_at_rest(param: Tensor) -> Tensor | None:
     with DisableTorchFunctionSubclass():
         grad, param.grad = param.grad, None
         return grad
+
+
+def refuse_transformed_calls() -> None:
+    """Raise `StateError` if a sharded model is called by what compiles, transforms or traces whole models."""
+    if is_dynamo_compiling():  # traced, it ends the graph; where the graph must not end, it is what the caller sees
+        raise StateError(
+            "A sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
+            "and go at its units. Call the plain model, and have each unit compiled by the plan: compile: inductor."
+        )
+    if is_transforming():
+        raise StateError(
+            "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
+            "with memory that comes and goes. Use loss.backward() or torch.autograd.grad(), or torch.autograd."
+            "functional.jvp and jacobian, which compute by backwards."
+        )
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch's own
+        raise StateError(
+            "A sharded model was called by torch.jit.trace, or an ONNX export by it, which records no gathering of "
+            "parameters. Trace a plain model that has loaded engine.state_dict()."
+        )
 
 
 def in_backward() -> bool:

@@ -214,6 +214,7 @@ class _Assembly:
             None if share is None else _stage_names(sharding, share),
         )
         owner.share = share
+        owner.note_hooks()
         self._hooks.callback(owner.close)
         self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
         self._hooks.callback(give_values_to_torch(self._model))

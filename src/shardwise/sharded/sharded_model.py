@@ -334,7 +334,7 @@ class ShardedModel(NotCopied):
         if self.world.rank == 0:
             _log.warning(
                 "zero_grad() has dropped the gradients of %d steps in a row before their last micro-batch (accumulate: "
-                "%d), so nothing was updated. Leave it out: engine.step() drops gradients after each update.",
+                "%d), so nothing was updated. Call it after each update, not for each micro-batch.",
                 self.progress.micro_steps.num_dropped, self.plan.accumulate,
             )  # fmt: skip
 

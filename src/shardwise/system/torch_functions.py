@@ -17,6 +17,9 @@ from shardwise.system.torch_private import tree_leaves
 
 Function = Callable[..., Any]
 _TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
+_METHODS = (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py")
+"""Where methods of tensors are that torch has in Python, such as `__len__`, and what they call."""
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def named(*names: str) -> set[Function]:
@@ -105,6 +108,14 @@ def is_called_by_torch() -> bool:
     """Whether that call is made by a function of torch's, whoever has called that."""
     frame = _caller()
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def is_called_by_a_loop() -> bool:
+    """Whether that call is made neither by torch nor by this library."""
+    frame = _caller()
+    while frame is not None and frame.f_code.co_filename in _METHODS:
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith((_TORCH, _OWN))
 
 
 def is_called_within(module: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _storage_Use_Count
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -59,6 +59,7 @@ __all__ = [
     "computes_without_values",
     "dispatch_modes",
     "graph_task",
+    "has_own_memory",
     "is_checkpointing",
     "is_traceable_wrapper_subclass_type",
     "is_transforming",
@@ -136,6 +137,13 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells storages apart that may have no memory, or whose memory has been released: their address has no public
     name, and `data_ptr()` is 0 for all of them."""
     return int(storage._cdata)
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor, such as one of which it is a view, has the same storage."""
+    with DisableTorchFunctionSubclass():
+        storage = tensor.untyped_storage()
+    return int(_storage_Use_Count(storage._cdata)) <= 2  # this tensor and `storage`
 
 
 def wraps_others(tensor: torch.Tensor) -> bool:

@@ -39,6 +39,7 @@ from shardwise.parallel.pipeline.stage_layout import StageLayout, refuse_sums_ov
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout, bytes_of, joined
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
+from shardwise.runtime import refuse_transformed_calls
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
 from shardwise.runtime.nested import tensors_in
 from shardwise.system.telemetry import STAGES, Timeline
@@ -154,6 +155,7 @@ class LoopCalls:
         """The output of a call of `called`, the model or one in it that has all stages, on every rank of the
         pipeline."""
         pipeline, staged = self._pipeline, self._staged
+        refuse_transformed_calls()
         pipeline.require_whole()
         self._trainer.require_possible(called)
         refuse_collected(called, kwargs)
@@ -177,6 +179,7 @@ class LoopCalls:
         carried = pipeline.carried_for(whole, called=called, is_whole=True, is_split=True)
         call = _Call(called, parts, whole, rows, kinds, carried, form, torch.is_grad_enabled())
         if call.trains:
+            pipeline.tell_hooks()
             call.first, call.num_passes = self._trainer.begin_call(len(parts)), self._trainer.num_passes
         try:
             with pipeline.cleared_on_error(), pipeline.drawing():

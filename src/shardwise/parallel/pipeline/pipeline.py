@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 
 from shardwise.comm import BatchCheck, Line, World, link_between
-from shardwise.errors import StateError
+from shardwise.errors import StateError, some
 from shardwise.parallel.pipeline.sends import Channel, as_sent, most_under_way
-from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout
+from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout, few_micro_batches, hooks_of_users
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing, StagedModel
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.pipeline.survey import Surveyor
 
 Tensor = torch.Tensor
+_log = logging.getLogger("shardwise")
 _NOTHING = nullcontext()
 _IS_TRAINED = attrgetter("requires_grad")
 
@@ -132,6 +134,9 @@ class Pipeline:
         self._collectives = world.collectives(device)
         self._device = device
         self._batches = BatchCheck(self.line, device)
+        self._has_told_waits = self._has_told_hooks = False
+        self._hooks_before = hooks_of_users(staged.model)
+        """Those that `stage_warnings` has seen."""
         self._params: list[nn.Parameter] = []
         self._trained: list[bytes] = []
         """By pipeline rank: a word that is equal as long as the same of its parameters are trained. Loops freeze and
@@ -225,10 +230,33 @@ class Pipeline:
         if self._weights is not None:
             self._weights.release()
 
+    def tell_hooks(self) -> None:
+        """Say once, when training begins, when the hooks run that have been put on modules of these stages."""
+        if self._has_told_hooks:
+            return
+        self._has_told_hooks = True
+        new = [name for hook, name in hooks_of_users(self.staged.model).items() if hook not in self._hooks_before]
+        if new:
+            _log.warning(
+                "Hooks on %s run only where these modules' pipeline stages are, here on rank %d, and once for each "
+                "micro-batch, of which a call of the model has several. What they collect is of these.",
+                some(list(dict.fromkeys(new))),
+                self._line.ranks[self.pp_rank],
+            )
+
+    def _tell_waits(self) -> None:
+        """Say once that ranks wait, if a step has few micro-batches: a loop that calls the model has none of these."""
+        is_first = not (self._has_told_waits or self._line.ranks[0] or self.pp_rank)
+        self._has_told_waits = True
+        if is_first and (found := few_micro_batches(self.layout.schedule)):
+            _log.warning("%s", found)
+
     def train(
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
     ) -> list[Tensor]:
         """Run forward and backward of all micro-batches; returns their losses, on every rank."""
+        self._tell_waits()
+        self.tell_hooks()
         self.require_whole()
         self.check_same_batch(parts)
         step = self._step(parts, loss_fn, timeline)

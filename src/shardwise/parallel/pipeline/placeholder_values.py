@@ -178,7 +178,14 @@ class Placeholders:
         return tuple(items) if kind == "tuple" else items
 
     def _of_layout(self, layout: Layout, result: Result) -> Tensor:
-        """A tensor of this layout; a stand-in has memory of its own, because the model may write to it."""
+        """A tensor of this layout. Reentrant checkpointing makes what a module returns in a forward without gradients
+        an output of its node, and calls the module again in the backward: if that returned the same tensor, it would
+        depend on itself, and the backward would never end."""
+        made = self._received_or_made(layout, result)
+        return made.data if made.requires_grad and not torch.is_grad_enabled() else made
+
+    def _received_or_made(self, layout: Layout, result: Result) -> Tensor:
+        """A stand-in has memory of its own, because the model may write to it."""
         assert self._arrived is not None
         received = self._arrived.result(result)
         if received is not None:

@@ -135,18 +135,18 @@ class StageLayout:
 
 def stage_warnings(model: nn.Module, layout: StageLayout) -> list[str]:
     """What is likely to be a mistake in stages that can be trained."""
-    found = _few_micro_batches(layout.schedule), _batch_norms(model, layout), _hooks_in_stages(model, layout)
-    return list(filter(None, found))
+    return list(filter(None, (_batch_norms(model, layout), _hooks_in_stages(model, layout))))
 
 
-def _few_micro_batches(schedule: Schedule) -> str:
+def few_micro_batches(schedule: Schedule) -> str:
     """A warning about ranks that wait because a step has fewer micro-batches than they are. "" otherwise."""
-    if schedule.num_micro_batches >= schedule.num_ranks:
+    num = schedule.num_micro_batches
+    if num >= schedule.num_ranks:
         return ""
     return (
-        f"engine.train_step runs {schedule.num_micro_batches} micro-batches for {schedule.num_ranks} pipeline ranks, "
-        f"which wait {timed(schedule).bubble:.0%} of the time. Set accumulate (DeepSpeed's "
-        f"gradient_accumulation_steps) to {4 * schedule.num_ranks} or so. Calls of the model split their batch."
+        f"A step runs {num} micro-batch{'es' * (num > 1)} for {schedule.num_ranks} pipeline ranks, which wait "
+        f"{timed(schedule).bubble:.0%} of the time. Set accumulate (DeepSpeed's gradient_accumulation_steps) to "
+        f"{4 * schedule.num_ranks} or so."
     )
 
 
@@ -181,6 +181,22 @@ def _hooks_in_stages(model: nn.Module, layout: StageLayout) -> str:
         f"stages. If they collect activations for the loss, those of earlier stages are missing there: let the "
         f"blocks take and return them instead."
     )
+
+
+def hooks_of_users(model: nn.Module) -> dict[int, str]:
+    """Hooks of the user's own on modules inside `model`, by their ids, and the name of the module of each."""
+    return {
+        id(hook): name
+        for name, module in model.named_modules()
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        for hook in hooks.values()
+        if name and _is_users(hook)
+    }
 
 
 def _is_users(hook: object) -> bool:

@@ -54,6 +54,9 @@ class Former:
     def gathers_again(self) -> None:
         return None
 
+    def note_counted(self) -> None:
+        self.before.note_counted()
+
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         yield self.values

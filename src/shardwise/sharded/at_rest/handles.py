@@ -15,7 +15,6 @@ import torch
 
 from shardwise.errors import CommError, StateError
 from shardwise.memory import AtRest
-from shardwise.sharded.at_rest.own_share import OwnShare
 from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.system.torch_private import tree_leaves
 
@@ -48,6 +47,10 @@ class Source(Protocol):
     @property
     def in_stage(self) -> InStage | None:
         """The parameter whose values, or those of whose gradient, it has, if the model is in pipeline stages."""
+        ...
+
+    def note_counted(self) -> None:
+        """A loop has asked how many elements it has."""
         ...
 
     def opened(self) -> AbstractContextManager[Tensor]:
@@ -93,11 +96,6 @@ class Home(Source, Protocol):
         ...
 
     @property
-    def share(self) -> OwnShare | None:
-        """What this rank has of the model, unless that is all of it."""
-        ...
-
-    @property
     def weight_outside(self) -> float:
         """How often a gradient counts that does not come through the model."""
         ...
@@ -138,6 +136,10 @@ class Home(Source, Protocol):
     def gradient(self) -> Whole | None: ...
     def set_gradient(self, value: Tensor | None) -> None: ...
     def note_wish(self, *, trains: bool) -> None: ...
+    def note_hook(self) -> None:
+        """Code has put a hook on its gradient."""
+        ...
+
     def refuse_hook(self) -> NoReturn: ...
 
 

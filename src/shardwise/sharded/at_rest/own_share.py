@@ -21,19 +21,21 @@ class OwnShare:
     """How many the model has."""
     _counted: set[str] = field(default_factory=set, repr=False)
     _taken: set[str] = field(default_factory=set, repr=False)
+    _hooked: set[str] = field(default_factory=set, repr=False)
 
-    def note_counted(self, name: str) -> None:
-        """A loop has asked how many elements a parameter has. Says, once it has asked of all that are trained, that
+    def note_counted(self, *names: str) -> None:
+        """A loop has asked how many elements parameters have. Says, once it has asked of all that are trained, that
         their sum is not the model's: loops print it, and have often no other use for it."""
-        if self._completes(self._counted, name):
-            _log.warning("A sum of numel() over model.parameters() is of what this rank has, %s.", self)
+        if self._complete(self._counted, names):
+            _log.warning(
+                "Counts over model.parameters(), such as a sum of numel(), are of what this rank has, %s.", self
+            )
 
     def note_taken(self, names: Iterable[str]) -> None:
         """A loop has taken values out of what was computed of these parameters, as numbers, an array or a file, which
         carry no mark. Says, once it has of all that are trained, that what it makes of them together is not the
         model's: `numpy.array([p.norm().item() for p in model.parameters()])` asks nobody."""
-        last = [name for name in names if self._completes(self._taken, name)]
-        if last:
+        if self._complete(self._taken, names):
             _log.warning(
                 "Values were taken of each of model.parameters(), which are those that this rank has, %s. So a mean or "
                 "a norm of them, or a file that has them, is of these alone. engine.state_dict(), engine.get(name) and "
@@ -41,12 +43,23 @@ class OwnShare:
                 self,
             )
 
+    def note_hook(self, name: str) -> None:
+        """Code has put a hook on the gradient of a parameter that is in a stage, or split. Says so once."""
+        if not self._hooked:
+            self._hooked.add(name)
+            _log.warning(
+                "The hook on %s gets the gradient as this rank computes it: in pipeline stages that of each "
+                "micro-batch, of which a call of the model has several, and of a parameter that a model axis splits "
+                "that of the rank's part. To scale it is right. Norms, clipping and what else is not proportional to "
+                "it belong between backward and step, where param.grad is the gradient of the step.",
+                name,
+            )
+
     def __str__(self) -> str:
         return f"{self.numel:,} elements of the model's {self.whole_numel:,}"
 
-    def _completes(self, found: set[str], name: str) -> bool:
-        """Whether `name` is the last of those that are trained to be `found`, where it is put."""
-        if name not in self.trained or name in found:
-            return False
-        found.add(name)
-        return len(found) == len(self.trained)
+    def _complete(self, found: set[str], names: Iterable[str]) -> bool:
+        """Whether `names` have the last of those that are trained to be `found`, where they are put."""
+        num_before = len(found)
+        found.update(self.trained.intersection(names))
+        return num_before < len(found) == len(self.trained)

@@ -100,6 +100,12 @@ class Owner:
         for flat in self._flats:
             flat.guard.end()
 
+    def note_hooks(self) -> None:
+        """Say what hooks get that gradients have already."""
+        for home in self._homes.values():
+            if home.param._backward_hooks:
+                home.note_hook()
+
     def require_trainable(self) -> None:
         """Raise before a forward if a parameter is meant to train but has no memory planned for its gradient."""
         if self.unfrozen and torch.is_grad_enabled():
@@ -190,10 +196,15 @@ class ParamHome:
         owner = self._owner_ref()
         return None if owner is None or owner.stage is None else InStage(owner.stage, self.name)
 
-    @property
-    def share(self) -> OwnShare | None:
+    def note_hook(self) -> None:
+        owner = self._owner
+        if owner.share is not None and (owner.stage is not None or self.slot.is_split):
+            owner.share.note_hook(self.name)
+
+    def note_counted(self) -> None:
         owner = self._owner_ref()
-        return None if owner is None else owner.share
+        if owner is not None and owner.share is not None and not owner.runner.is_computing:
+            owner.share.note_counted(self.name)
 
     @property
     def weight_outside(self) -> float:
@@ -424,6 +435,10 @@ class GradSource:
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return use(func, args, kwargs)
+
+    def note_counted(self) -> None:
+        if self.owner.share is not None:
+            self.owner.share.note_counted(self.flat.slots[self.index].name)
 
     def recover(self, error: CommError) -> bool:  # noqa: ARG002
         return False  # gradients go with the step that is repeated

@@ -21,8 +21,8 @@ from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Resting, Whole, source_of
 from shardwise.sharded.at_rest.stage_names import InStage, StageNames
 from shardwise.system.marked import Marked
-from shardwise.system.torch_functions import named
-from shardwise.system.torch_private import tree_leaves, tree_map_only
+from shardwise.system.torch_functions import is_called_by_a_loop, named
+from shardwise.system.torch_private import has_own_memory, tree_leaves, tree_map_only
 
 Tensor = torch.Tensor
 _ADDED = named(
@@ -43,8 +43,8 @@ _SCALED = named(
 _VALUES = named("item", "tolist")
 """They give a number."""
 _VALUE = bool | int | float | np.ndarray | Tensor
-_IN_PLACE = named("add_", "sub_", "mul_", "div_")
-"""What `total += term` calls; the name gets the result."""
+_OVERWRITES = named("zero_", "fill_", "copy_")
+"""Of what a tensor had before, they leave nothing."""
 
 
 class Terms(NamedTuple):
@@ -88,13 +88,15 @@ class TermOfStage(Marked):
     ) -> Any:
         if func is Tensor.__repr__ and args[0].mark.are_partial:
             return f"{args[0].plain()!r}, of the parameters of some pipeline stages"
-        if func in _IN_PLACE and type(args[0]) is Tensor and not args[0].requires_grad:  # `total += term`
-            terms = terms_of(args[1:])
-            args = args if terms is None else (cls.of(args[0], terms._replace(names=frozenset())), *args[1:])
         if all(issubclass(cls, one) for one in types):
+            leaves = tree_leaves((args, kwargs))
+            terms, written = terms_of(leaves), Written(leaves)
             result = super().__torch_function__(func, types, args, kwargs)
-            if func not in uses.METADATA and (terms := terms_of(tree_leaves((args, kwargs)))) is not None:
-                note_taken(terms, func, args, result)
+            if terms is not None and func not in uses.METADATA:
+                note_taken(terms, result)
+                written.note(terms, result)
+            elif terms is not None and func in uses.COUNTS and is_called_by_a_loop():
+                terms.stage.share.note_counted(*terms.names)
             is_value = type(result) is float and func in _VALUES and isinstance(args[0], cls)
             return NumberOfStage.of(result, args[0].mark) if is_value else result
         if all(issubclass(one, cls | Resting | Whole) for one in types):
@@ -115,6 +117,8 @@ class TermOfStage(Marked):
             )
         if terms is None or not terms.are_partial or func in _ADDED or func in uses.METADATA:
             return
+        if func in _OVERWRITES and terms_of(args[1:]) is None:
+            return
         if getattr(func, "__module__", "").startswith("torch.distributed"):  # a loop that adds up stages by itself
             return
         if func in _SCALED and isinstance(args[0], cls) and not any(isinstance(one, cls) for one in args[1:]):
@@ -126,10 +130,10 @@ class TermOfStage(Marked):
         cls, results: Sequence[Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Sequence[Terms | None]]:
         leaves = tree_leaves((args, kwargs))
-        if getattr(func, "__module__", "").startswith("torch.distributed"):
-            for leaf in leaves:
-                if isinstance(leaf, cls):
-                    leaf.mark = leaf.mark._replace(names=frozenset())
+        is_sent = getattr(func, "__module__", "").startswith("torch.distributed")
+        for leaf in leaves if is_sent else args[:1] if func in _OVERWRITES else ():
+            if isinstance(leaf, cls):
+                leaf.mark = leaf.mark._replace(names=frozenset())
         marks = [terms_in(one, leaves) for one in results]
         for one, mark in zip(results, marks, strict=True):
             if isinstance(one, cls) and mark is not None:  # changed in place
@@ -144,22 +148,45 @@ class TermOfStage(Marked):
 _MARKED = TermOfStage | Resting | Whole
 
 
-def note_taken(terms: Terms, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-    """Note that a `result` of `terms` carries no mark (a number, an array, a tensor of integers or of truth values), or
-    that they were put into a tensor that has none (`norms[i] = param.norm()`)."""
+def note_taken(terms: Terms, result: Any) -> None:
+    """Note that a `result` of `terms` carries no mark: a number, an array, a tensor of integers or of truth values."""
     found = [one for one in tree_leaves(result) if not isinstance(one, _MARKED)]
-    is_unmarked = any(
-        isinstance(one, _VALUE) and not (isinstance(one, Tensor) and one.is_floating_point()) for one in found
-    )
-    if is_unmarked or (func is Tensor.__setitem__ and not isinstance(args[0], _MARKED)):
+    if any(isinstance(one, _VALUE) and not (isinstance(one, Tensor) and one.is_floating_point()) for one in found):
         terms.stage.share.note_taken(terms.names)
+
+
+class Written:
+    """Tensors of a loop's own among the `leaves` of a call, to which it may write what it computes of parameters."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        own = [leaf for leaf in leaves if type(leaf) in (Tensor, torch.nn.Parameter)]
+        # terms are added to it, where gradients are not left out, as for the parameters of an average
+        self._is_loss = torch.is_grad_enabled() and any(map(_has_another_gradient, own))
+        self._before = [(one, None if one.is_inference() else one._version) for one in own]
+
+    def note(self, terms: Terms, result: Any) -> None:
+        """After the call. A tensor that is the whole `result` has become what was computed, under each of its names, as
+        `total` in `total.add_(param.norm())`. Others have it in a part, or are written to by another name: `norms[i] =
+        param.norm()`, `kept.data.copy_(param)`. Nothing of them can be marked, and it is noted that values were taken.
+        """
+        for tensor, version in self._before:
+            if tensor._version == version if version is not None else tensor is not result:
+                continue
+            if tensor is result and self._is_loss:
+                continue
+            if tensor is result and type(tensor) is Tensor and tensor.is_floating_point() and has_own_memory(tensor):
+                tensor.__class__ = TermOfStage  # as which it is known under every name
+                tensor.mark = terms  # type: ignore[attr-defined]
+            else:
+                terms.stage.share.note_taken(terms.names)
 
 
 class NumberOfStage(float):
     """The value of a term that is of one module, and so a whole one. It is a plain number in all else than with another
     of these, and where it is copied or pickled."""
 
-    mark: Terms
+    mark: Terms | None = None
+    """`None` for what code makes by calling the class of another one, as `statistics.mean` does."""
 
     @classmethod
     def of(cls, value: float, mark: Terms) -> Self:
@@ -199,7 +226,8 @@ for _name in (
 
 def terms_of(leaves: Iterable[Any]) -> Terms | None:
     """Of which parameters marked `leaves` were computed."""
-    found = [leaf.mark for leaf in leaves if isinstance(leaf, TermOfStage | NumberOfStage) and leaf.mark.names]
+    marks = [leaf.mark for leaf in leaves if isinstance(leaf, TermOfStage | NumberOfStage)]
+    found = [mark for mark in marks if mark is not None and mark.names]
     return _together(found) if found else None
 
 

@@ -70,6 +70,9 @@ class UnsplitSource:
     def in_stage(self) -> InStage | None:
         return self.home.in_stage
 
+    def note_counted(self) -> None:
+        """It has all elements."""
+
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         with self.home.opened() as part:

@@ -28,8 +28,8 @@ from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
 from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
-from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, note_taken, require_own_copies, terms_in
-from shardwise.system.torch_functions import is_called_by, is_called_by_torch
+from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, Written, note_taken, require_own_copies, terms_in
+from shardwise.system.torch_functions import is_called_by, is_called_by_a_loop, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     is_checkpointing,
@@ -49,8 +49,10 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func is torch.autograd.grad:
         return _gradients(*args, **kwargs)
     if func in uses.METADATA:
-        if func in uses.COUNTS and isinstance(args[0], Resting):
-            _note_counted(args[0].home())
+        if func in uses.COUNTS and isinstance(args[0], Resting | Whole) and is_called_by_a_loop():
+            source_of(args[0]).note_counted()
+        if func is Tensor.register_hook and isinstance(args[0], Resting):
+            args[0].home().note_hook()
         return plainly(func, args, kwargs)
     leaves, form = tree_flatten((args, dict(kwargs)))
     handles = [leaf for leaf in leaves if isinstance(leaf, Resting | Whole)]
@@ -78,11 +80,6 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         if known is not None:
             return known
     return _run(func, leaves, form, handles)
-
-
-def _note_counted(home: Home) -> None:
-    if home.share is not None and not home.is_computing:
-        home.share.note_counted(home.name)
 
 
 def _computed(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], homes: Iterable[Home]) -> Any:
@@ -177,6 +174,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         )
         if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
+        written_to = Written(leaves if own else ())
         try:
             result = plainly(func, args, kwargs)
         except RuntimeError as error:
@@ -202,7 +200,8 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
                 source.take_over(uncounted(values))
         given_back = _given_back(result, func, leaves, form, handles, seen, opened)
         if own:
-            note_taken(Terms.of(own), func, leaves, given_back)
+            note_taken(Terms.of(own), given_back)
+            written_to.note(Terms.of(own), given_back)
         if not (any(marks) or own):
             return given_back
         results, result_form = tree_flatten(given_back)

@@ -43,8 +43,10 @@ METADATA: frozenset[Function] = frozenset(
     }
 )
 """They use only what is known without the values, or use a parameter only as a leaf of a graph."""
-COUNTS: frozenset[Function] = frozenset({Tensor.numel, Tensor.nelement, torch.numel, *_getters("nbytes")})
-"""Those of them that loops add up over all parameters."""
+COUNTS: frozenset[Function] = frozenset(
+    {Tensor.numel, Tensor.nelement, torch.numel, Tensor.size, Tensor.__len__, *_getters("nbytes", "shape")}
+)
+"""Those of them of which loops count the elements of all parameters."""
 
 ALIKE: frozenset[Function] = frozenset(
     {torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
