@@ -236,8 +236,10 @@ def test_what_is_decided_is_said_recorded_and_asked_for() -> None:
     job, place = scaling(Gain(0.5), said)
     job.look(0.0, training(2), ["a"], record)
     pace = Pace(2, 0.5, 0.01, {1: 0.9, 2: 0.5, 4: 0.3, 16: 0.25})
-    job.hear(MemberMessage("pace", 0, text=pace.to_text()), 20.0)
-    for now in (20.0, 31.0, 31.5):
+    for now in (20.0, 25.0):
+        job.hear(MemberMessage("pace", 0, text=pace.to_text()), now)
+        job.look(now, training(2), ["a"], record)
+    for now in (31.0, 31.5):
         job.look(now, training(2), ["a"], record)
     assert place.is_done.wait(PATIENCE)
     job.close()

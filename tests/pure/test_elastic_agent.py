@@ -117,9 +117,10 @@ def test_a_job_that_grows_is_asked_for_more_by_what_its_ranks_tell() -> None:
         send("opened", 0)
         yield
         yield
-        send("pace", 0, step=30, text=Pace(2, 0.5, 0.01, {1: 0.9, 2: 0.5, 4: 0.26}).to_text())
-        for _ in range(40):
-            yield
+        for _ in range(2):  # windows
+            send("pace", 0, step=30, text=Pace(2, 0.5, 0.01, {1: 0.9, 2: 0.5, 4: 0.26}).to_text())
+            for _ in range(20):
+                yield
         send("ready", 0, text=CUT, cut_off=(0, 1), step=40)  # and no more is heard
         yield
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardwise.observe.unusual import FEWEST, Unusual, Usual, units_in_words
+from shardwise.observe.unusual import FEWEST, Unusual, Usual, most_telling, units_in_words
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -56,3 +56,22 @@ def test_the_unit_is_where_the_backward_came_first() -> None:
     assert units_in_words([("a", nan), ("b", nan)]) == "those of all units, from the loss on"
     assert units_in_words([("a", 1.0), ("b", 8.0), ("b", 1.0)]) == "90% of its square is of unit b"
     assert units_in_words([]) == ""
+
+
+def test_of_several_ranks_the_one_tells_most_that_has_some_units_which_are_not_finite() -> None:
+    """The stages of a pipeline: what is not finite in one is so in all earlier ones."""
+    every, some, none = (
+        f"the norm of the gradients is nan: {units_in_words(squares)}"
+        for squares in (
+            [("a", math.nan), ("b", math.nan)],
+            [("c", math.nan), ("d", 1.0)],
+            [("e", 1.0), ("f", 3.0)],
+        )
+    )
+    assert most_telling([(0, every), (1, some), (2, none)]) == [(1, some)]
+    assert most_telling([(0, every), (1, every)]) == [(0, every)]
+    ((rank, words),) = most_telling([(0, every), (1, every), (2, none)])
+    assert rank == 1
+    assert words == "the norm of the gradients is nan: those of all units that rank 1 has, while another rank has none"
+    assert most_telling([(0, none), (1, none)]) == [(0, none)]
+    assert most_telling([]) == []

@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.comm.members import MemberMessage, Pace
 from shardwise.errors import SpareError, TurnedAwayError
-from shardwise.launch.autoscale import Fill, Gain, Policy, Sizes
+from shardwise.launch.autoscale import Fill, Gain, Patience, Policy, Sizes
 from shardwise.launch.elastic.job_notes import FolderNotes
 from shardwise.launch.elastic.scaling import Scaling
 from tests.admissions import DAY_SECONDS, AtOnce, one_day, slots_at, training
@@ -64,7 +64,8 @@ class Admitted(Crowd):
     def begin(self, policy: Policy, now: float) -> None:
         asking, utc = AtOnce(self, self.said.append), partial(datetime, 2026, 11, 30, tzinfo=UTC)
         sizes = partial(Sizes.of, 1, MOST, 1)
-        self.scaling = Scaling(policy, sizes, asking, self.said.append, utc, wanted=self.wanted)
+        patience = Patience(first_ban=300.0, first_hold=300.0, longest_hold=300.0)  # so that more changes
+        self.scaling = Scaling(policy, sizes, asking, self.said.append, utc, wanted=self.wanted, patience=patience)
         self.now = now
 
     def took_step(self, num_steps: int, size: int) -> None:

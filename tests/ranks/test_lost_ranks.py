@@ -170,12 +170,12 @@ def race(
         plant(engine, member)
         found: dict[int, float] = {}
         state: dict[str, Tensor] = {}
-        num_void = 0
+        here = -1, -1
         while engine.num_steps < NUM_STEPS or not state:
             if engine.num_steps == NUM_STEPS:  # a rank that dies now may take the last step with it
                 state = engine.state_dict()
                 continue
-            step = engine.num_steps
+            step, began_in = engine.num_steps, engine.world.generation
             state = {}
             x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
             engine.weigh(len(x), ROWS)
@@ -183,9 +183,9 @@ def race(
             if scheduler is not None:
                 scheduler.step()
             if engine.num_steps > step:
-                if engine.num_steps == NUM_STEPS and engine.num_void == num_void:
+                before, here = here, (began_in, engine.world.generation)  # they differ where one dies in the commit
+                if engine.num_steps == NUM_STEPS and here == before:
                     assert_memory_as_promised(engine)
-                num_void = engine.num_void
                 assert not engine.any_rank(False)
                 found[step] = engine.mean(loss.item())
         result = found, state, engine.num_void, engine.world.size

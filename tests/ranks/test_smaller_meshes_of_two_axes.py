@@ -62,6 +62,18 @@ def test_a_rank_dies_before(pair: str, way: str, loop: str, point: str, preset: 
     assert {one[-1] for one in sizes.values()} == {4 if rank % 2 else 2}
 
 
+@sampled
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_rank_dies_in_the_first_forward_of_a_stage(nth: int, rank: int, tmp_path: Path) -> None:
+    """There its views are compared with the unsplit model's, which shows what is wrong with shapes. A lost rank is not
+    taken for such a fault."""
+    fault = DiesBefore(rank, 0, "all_reduce of activations", nth)
+    sizes = race("pp tp", "zero1", fault, tmp_path)
+    assert fault.is_dead
+    assert {one[-1] for one in sizes.values()} == {2}
+
+
 class Seeing(Layers):
     """It notes on which meshes steps are taken, which is where who decides on members takes them to be."""
 

@@ -23,6 +23,9 @@ Survive = Literal["host", "buddy", "checkpoint"] | None
 LAUNCHER_LOST = "it has the job's store, and hosts go on without it only over ssh and in pods, with --launcher-timeout"
 ONE_HOST = "all ranks are on that host"
 NO_COPIES = "survive: host keeps parts of the state on one host only"
+_REGROUP_SECONDS_ON_ONE_HOST = 0.1
+"""Of four ranks, from a death to the repeated step, it takes 0.10 to 0.27 s on an idle machine and up to 0.46 s beside
+other work (docs/elastic-reasons.md), with 0.03 to 0.1 s until it is known."""
 NO_GROUP = "every replica group has ranks on that host"
 
 
@@ -97,8 +100,9 @@ def loss_prices(
 ) -> list[LossPrice]:
     """Of one rank, one host with `per_host` ranks, and the launcher. `why_restarted` as `why_no_images` says it; if
     `mesh` is one replica group, the others go on on a `smaller` mesh."""
-    job = _Losses(mesh, flats, num_states, rates or Rates())
     size, num_of_group = mesh.world_size, num_leaving(mesh, smaller)
+    regroup_seconds = _REGROUP_SECONDS_ON_ONE_HOST if per_host >= size else Job.regroup_seconds
+    job = _Losses(mesh, flats, num_states, rates or Rates(), regroup_seconds)
     why = why_restarted or ("no other rank is left" if num_of_group == size else "")
     is_one_group = num_groups(mesh) == 1 and bool(smaller)
     of_host = num_leaving(mesh, smaller, min(per_host, size)) if is_one_group else _leaving_with_host(mesh, per_host)
@@ -124,6 +128,7 @@ class _Losses:
     flats: Sequence[FlatSpec]
     num_states: int
     rates: Rates
+    regroup_seconds: float
 
     def price(
         self, what: Literal["rank", "host", "launcher"], num_lost: int, why: str, found_seconds: float
@@ -142,7 +147,7 @@ class _Losses:
             for num_bytes, rate in ((read_bytes, self.rates.memory), (disk_bytes, self.rates.disk))
             if rate
         )
-        seconds = found_seconds + Job.regroup_seconds + copying
+        seconds = found_seconds + self.regroup_seconds + copying
         return LossPrice(what, num_lost, "", seconds, 1.0, read_bytes, step, disk_bytes)
 
     def _taken_over(self, num_bytes: int, num_lost: int) -> int:

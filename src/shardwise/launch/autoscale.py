@@ -9,19 +9,30 @@ cluster may admit a request as a whole or not at all, and each size is measured 
 after a while is asked for by halves, so that a smaller request can be admitted.
 
 [Note: shrinking back] Two sizes are compared by steps per second, which at one global batch is tokens per second, and
-only where the difference is more than two standard errors of each. A size that did not pay is not asked for again for
-a while, which is twice as long each time. This is all the hysteresis there is: a job that is at the limit would
-otherwise grow and shrink for ever, and each change costs it a void iteration.
+only where the difference is more than two standard errors of each, of all that was measured lately at that size.
+
+[Note: hysteresis] A job at a limit would grow and shrink for ever, and each change costs it a void iteration, and a
+cluster pods that come and go. So
+
+- a size that did not pay is not asked for again for a while, which is four times as long each time;
+- a size is on trial while it is new. Later it is left only where it does less than 0.9 of what it should: all sizes may
+  have become slower or faster meanwhile, and what others did is known from then. (So is the tolerance of Kubernetes'
+  HorizontalPodAutoscaler, 0.1, and its window of stabilization, 300 s.);
+- `gain` grows only from a size that does its share by more than a standard error, in two windows or more;
+- where ranks are taken away, as many as trained are asked for again, and for a while no more, nor less: for twice as
+  long each time, as a quota that swings would otherwise be followed with each swing.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from shardwise.errors import ConfigError
 from shardwise.system.even_parts import round_up
@@ -29,7 +40,12 @@ from shardwise.system.safe_files import read_config_text
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _ENTRY = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))?\s+)?(\d{1,2}):(\d{2})\s+(\d{1,7})")
+_ZONE = re.compile(r"timezone\s+([^\s;]+)")
 _WEEK_MINUTES = 7 * 24 * 60
+_NUM_WINDOWS = 6
+_LEAST_ERROR = 1e-4
+"""Of a window: steps that all take as long to the clock's resolution say no more than that."""
+_TOLERANCE = 0.1
 _FORMS = "fill, gain:0.7 or schedule:FILE"
 
 
@@ -59,20 +75,26 @@ class Gain:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Sizes by the time of the week: the minute (UTC, from Monday 0:00) from which each is wanted, in order."""
+    """Sizes by the time of the week in `zone`: the minute (from Monday 0:00) from which each is wanted, in order."""
 
     entries: tuple[tuple[int, int], ...]
+    zone: str = "UTC"
 
     def __str__(self) -> str:
-        return "schedule:" + "; ".join(f"{_time_in_words(minute)} {size}" for minute, size in self.entries)
+        zone = "" if self.zone == "UTC" else f"timezone {self.zone}; "
+        return f"schedule:{zone}" + "; ".join(f"{_time_in_words(minute)} {size}" for minute, size in self.entries)
 
     def in_words(self) -> str:
         sizes = "; ".join(f"{size} from {_time_in_words(minute)}" for minute, size in self.entries)
-        return f"by the time of the week (UTC): {sizes}"
+        return f"by the time of the week ({self.zone}): {sizes}"
 
     def entry_at(self, time: datetime) -> tuple[int, int]:
-        """The entry that is in effect at a `time` in UTC."""
-        now = (time.weekday() * 24 + time.hour) * 60 + time.minute
+        """The entry that is in effect at a `time` in UTC. Where clocks go forward, the entries of the hour that there
+        is not begin with the next one; where they go back, what has begun in the hour that comes twice stays."""
+        zone = ZoneInfo(self.zone)
+        while (local := time.astimezone(zone)).fold:  # clocks were put back: they have shown as much as just before
+            time -= timedelta(minutes=1)
+        now = (local.weekday() * 24 + local.hour) * 60 + local.minute
         return max(self.entries, key=lambda entry: (entry[0] - now - 1) % _WEEK_MINUTES)
 
 
@@ -106,7 +128,7 @@ def _share_of(text: str) -> float:
 
 def _schedule_of(value: str) -> Schedule:
     """Of a file, or of the entries themselves, separated by semicolons: so it is passed on to a launcher elsewhere."""
-    path, are_entries = Path(value), _ENTRY.match(value) is not None
+    path, are_entries = Path(value), any(form.match(value) for form in (_ENTRY, _ZONE))
     try:
         text = value.replace(";", "\n") if are_entries else read_config_text(path)
     except OSError as error:
@@ -115,20 +137,46 @@ def _schedule_of(value: str) -> Schedule:
             f"`mon-fri 08:00 16`."
         ) from error
     minutes: dict[int, int] = {}
+    places: dict[int, str] = {}
+    zone = "UTC"
     for number, line in enumerate(text.splitlines(), start=1):
-        if words := line.partition("#")[0].strip():
-            place = f"--autoscale schedule: {words!r}" if are_entries else f"{value}, line {number}: {words!r}"
-            minutes.update(_entries_of(words, place))
+        if not (words := line.partition("#")[0].strip()):
+            continue
+        place = f"--autoscale schedule: {words!r}" if are_entries else f"{value}, line {number}: {words!r}"
+        if named := _ZONE.fullmatch(words):
+            zone = _known_zone(named[1], place)
+            continue
+        added, before = _entries_of(words, place), set(places.values())
+        minutes.update(added)
+        places.update(dict.fromkeys(added, place))
+        if hidden := before - set(places.values()):
+            raise ConfigError(
+                f"{hidden.pop()} has no effect: {place} has other numbers for all of its times. Remove one of them, or "
+                f"write the one for fewer days behind the other."
+            )
     if not minutes:
         raise ConfigError(f"--autoscale schedule:{value} has no times. Write lines such as `mon-fri 08:00 16`.")
-    return Schedule(tuple(sorted(minutes.items())))
+    return Schedule(tuple(sorted(minutes.items())), zone)
+
+
+def _known_zone(name: str, place: str) -> str:
+    try:
+        return ZoneInfo(name).key
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{place}: there is no such time zone here. Write its name in the IANA database, such as `timezone "
+            f"Europe/Berlin`; where a system has none, install tzdata."
+        ) from error
 
 
 def _entries_of(line: str, place: str) -> dict[int, int]:
     found = _ENTRY.fullmatch(line.lower())
     days = [_DAYS.index(day) if day in _DAYS else None for day in found.groups()[:2] if day] if found else [None]
     if found is None or None in days or int(found[3]) > 23 or int(found[4]) > 59:
-        raise ConfigError(f"{place} is not understood. Write days, time (UTC) and ranks, such as `mon-fri 08:00 16`.")
+        raise ConfigError(
+            f"{place} is not understood. Write days, time and ranks, such as `mon-fri 08:00 16`. Times "
+            f"are in UTC, or in that of a line such as `timezone Europe/Berlin`."
+        )
     if int(found[5]) < 1:
         raise ConfigError(f"{place}: a job needs at least one rank.")
     first, last = (days[0], days[-1]) if days else (0, 6)
@@ -251,8 +299,13 @@ class Patience:
     """After a change of size, before the next request."""
     come: float = 300.0
     """For what was asked for to come."""
-    first_ban: float = 600.0
-    longest_ban: float = 6 * 3600.0
+    first_hold: float = 600.0
+    """After ranks were taken away."""
+    longest_hold: float = 1200.0
+    trial: float = 300.0
+    """How long a size is new."""
+    first_ban: float = 2 * 3600.0
+    longest_ban: float = 24 * 3600.0
 
 
 PATIENCE = Patience()
@@ -277,17 +330,28 @@ class State:
     size: int = 0
     came_at: float = -math.inf
     """When the number of ranks that train changed last."""
+    trained: int = 0
+    """The ranks that trained before some were taken away which have not come back."""
+    dropped_at: float = -math.inf
+    held: int = 0
+    """The size that is neither exceeded nor left during `hold`, after ranks were taken away."""
+    hold: Ban = Ban(-math.inf, 0.0)
     num_units: int = 1
     """By how many units to grow at most: see [Note: growing]."""
     before: int = 0
     """The size before the last growth."""
+    windows: tuple[Rate, ...] = ()
+    """What was measured last since these ranks train."""
+    scatter: float = 0.0
+    """The root of the mean square by which windows have differed from those before, of all sizes, relative."""
     rates: Mapping[int, Rate] = field(default_factory=dict)
-    """What was measured last, by size."""
+    """What was measured when a size trained last, by size."""
     bans: Mapping[int, Ban] = field(default_factory=dict)
 
     def cap(self, now: float) -> float:
         """The sizes from this one on are not asked for."""
-        return min((size for size, ban in self.bans.items() if now < ban.until), default=math.inf)
+        banned = [size for size, ban in self.bans.items() if now < ban.until]
+        return min([*banned, self.held + 1 if now < self.hold.until else math.inf])
 
 
 def decide(policy: Policy, sizes: Sizes, state: State, seen: Seen, patience: Patience = PATIENCE) -> State:
@@ -298,16 +362,42 @@ def decide(policy: Policy, sizes: Sizes, state: State, seen: Seen, patience: Pat
         return _scheduled(policy, sizes, state, seen)
     if seen.size > state.wanted:
         return _taken_over(before, state, seen)
+    state = _held(state, seen, patience)
+    if state.wanted != before.wanted:
+        return state
     return _back(policy, sizes, state, seen, patience) or _grown(policy, sizes, state, seen, patience) or state
 
 
 def _learnt(state: State, seen: Seen) -> State:
     if seen.size != state.size:
-        state = replace(state, size=seen.size, came_at=seen.now)
+        if seen.size >= state.trained:
+            state = replace(state, trained=0)
+        if not state.trained and seen.size < min(state.size, state.wanted):  # nobody has asked for fewer
+            state = replace(state, trained=state.size, dropped_at=seen.now)
+        state = replace(state, size=seen.size, came_at=seen.now, windows=())
     rate = seen.rate
-    if rate is not None and rate != state.rates.get(rate.size):
-        state = replace(state, rates={**state.rates, rate.size: rate})
-    return state
+    if rate is None or rate in state.windows[-1:]:
+        return state
+    if rate.size != seen.size or rate.at < state.came_at:  # of a former size, or a former time
+        return state if rate.size in state.rates else replace(state, rates={**state.rates, rate.size: rate})
+    scatter = state.scatter
+    if state.windows:
+        former = state.rates[rate.size].steps_per_second
+        scatter = math.hypot(math.sqrt(0.8) * scatter, math.sqrt(0.2) * (rate.steps_per_second / former - 1))
+    windows = (*state.windows, rate)[-_NUM_WINDOWS:]
+    rates = {**state.rates, rate.size: _pooled(windows, scatter)}
+    return replace(state, windows=windows, scatter=scatter, rates=rates)
+
+
+def _pooled(windows: Sequence[Rate], scatter: float) -> Rate:
+    """One rate of several of one size: their mean, weighted by their errors. Its error is at least as great as theirs
+    together, and as what windows scatter by: each knows only how the steps in it do."""
+    weights = [max(one.error, _LEAST_ERROR) ** -2 for one in windows]
+    mean = sum(one.steps_per_second * weight for one, weight in zip(windows, weights, strict=True)) / sum(weights)
+    if len(windows) > 1:
+        scatter = max(scatter, statistics.stdev(one.steps_per_second for one in windows) / mean)
+    error = max(sum(weights) ** -0.5, scatter / math.sqrt(len(windows)))
+    return Rate(windows[-1].size, mean, error, windows[-1].at)
 
 
 def _taken_over(before: State, state: State, seen: Seen) -> State:
@@ -330,6 +420,23 @@ def _scheduled(policy: Schedule, sizes: Sizes, state: State, seen: Seen) -> Stat
     return _asked(state, wanted, f"the schedule has {size} from {_time_in_words(minute)}{limits}", seen)
 
 
+def _held(state: State, seen: Seen, patience: Patience) -> State:
+    """Where ranks were taken away, and others have not come at once, as for one that was killed: see [Note:
+    hysteresis]."""
+    began = state.hold.until - state.hold.seconds
+    if not state.trained or began >= state.dropped_at or seen.now - state.dropped_at < patience.settle:
+        return state
+    is_again = seen.now - began < 8 * state.hold.seconds
+    seconds = min(2 * state.hold.seconds, patience.longest_hold) if is_again else patience.first_hold
+    state = replace(state, held=state.trained, hold=Ban(seen.now + seconds, seconds))
+    if state.wanted <= state.trained:
+        return state
+    why = (
+        f"only {seen.size} of {state.trained} ranks are left; for {_duration(seconds)} no more than these are asked for"
+    )
+    return _asked(state, state.trained, why, seen)
+
+
 # -- back to fewer ranks ----------------------------------------------------------------------------------
 
 
@@ -339,12 +446,13 @@ def _back(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience:
     if rate is None or rate.at < state.came_at or seen.size <= sizes.first:
         return None
     former = state.rates.get(state.before)
-    if former is not None and state.before < seen.size and rate.most < former.least:
+    enough = 1 if seen.now - state.came_at <= patience.trial else 1 - _TOLERANCE  # see [Note: hysteresis]
+    if former is not None and state.before < seen.size and rate.most < enough * former.least:
         why = f"{_speed(rate)} with {rate.size} ranks is less than {_speed(former)} with {former.size}"
         return _banned(state, seen, patience, sizes.nearest(state.before), why)
     if isinstance(policy, Gain):
         share, error = _share(state, seen, rate)
-        if share * (1 + 2 * error) < policy.share:
+        if share * (1 + 2 * error) < enough * policy.share:
             why = f"each of {rate.size} ranks is only {share:.0%} as fast as one alone ({_speed(rate)})"
             return _banned(state, seen, patience, _smaller(policy, sizes, state, seen), why)
     return None
@@ -352,7 +460,7 @@ def _back(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience:
 
 def _banned(state: State, seen: Seen, patience: Patience, wanted: int, why: str) -> State:
     known = state.bans.get(seen.size)
-    seconds = patience.first_ban if known is None else min(2 * known.seconds, patience.longest_ban)
+    seconds = patience.first_ban if known is None else min(4 * known.seconds, patience.longest_ban)
     ban = Ban(seen.now + seconds, seconds)
     state = replace(state, bans={**state.bans, seen.size: ban})
     return _asked(state, wanted, f"{why}; not tried again for {_duration(seconds)}", seen, num_units=1, before=0)
@@ -374,8 +482,7 @@ def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience
     """More ranks, once all that were asked for train; or fewer than asked for, if they do not come."""
     if seen.size < state.wanted:
         return _halved(sizes, state, seen, patience)
-    rate = state.rates.get(seen.size)
-    is_measured = rate is not None and rate.at > state.came_at
+    is_measured = len(state.windows) > 1  # of one, nobody knows what it would have been at another time
     waits = patience.settle if is_measured else patience.come  # a loop without an engine measures nothing
     if seen.now - state.came_at < waits or (isinstance(policy, Gain) and not is_measured):
         return None
@@ -393,22 +500,24 @@ def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience
 
 def _halved(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
     missing = (state.wanted - sizes.nearest(seen.size)) // sizes.unit
-    if missing <= 1 or seen.now - max(state.since, state.came_at) < patience.come:
+    waits = max(patience.come, state.hold.seconds if state.trained else 0.0)
+    if missing <= 1 or seen.now - max(state.since, state.came_at) < waits:
         return None
     wanted = sizes.nearest(seen.size) + missing // 2 * sizes.unit
-    why = f"only {seen.size} of {state.wanted} ranks came within {_duration(patience.come)}, so fewer are asked for"
-    return _asked(state, wanted, why, seen, num_units=max(1, missing // 2))
+    why = f"only {seen.size} of {state.wanted} ranks came within {_duration(waits)}, so fewer are asked for"
+    return _asked(state, wanted, why, seen, num_units=max(1, missing // 2), trained=0)
 
 
 def _worth_having(policy: Gain, state: State, seen: Seen, larger: list[int], unit: int) -> list[int]:
     """Of `larger` sizes those where each rank is expected to do its share; where nothing is known, the next one."""
     least = policy.share * _of_one_rank(state, seen)
-    if state.rates[seen.size].steps_per_second / seen.size < least:
+    share, error = _share(state, seen, state.rates[seen.size])
+    if share * (1 - error) < policy.share:
         return []
     found = []
     for size in larger:
         expected = _expected(state, seen, size)
-        if size == seen.size + unit if expected is None else expected / size >= least:
+        if size == seen.size + unit if expected is None else expected * (1 - error) / size >= least:
             found.append(size)
     return found
 
@@ -478,4 +587,6 @@ def _speed(rate: Rate) -> str:
 
 
 def _duration(seconds: float) -> str:
+    if seconds >= 7200:
+        return f"{seconds / 3600:g} hours"
     return f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"

@@ -32,7 +32,7 @@ from shardwise.observe.run_timeline import TIMELINE_STEP, StepTimeline
 from shardwise.observe.slowness import SlowWindow
 from shardwise.observe.stragglers import LapOfRanks, StragglerWindow
 from shardwise.observe.trackers import Tracker, check_trackers, each_while_it_can, open_tracker
-from shardwise.observe.unusual import Unusual
+from shardwise.observe.unusual import Unusual, most_telling
 from shardwise.plan import Plan
 from shardwise.sharded.engine_report import MemoryReport, measured_anew, memory_of
 from shardwise.sharded.sharded_model import ShardedModel
@@ -241,7 +241,7 @@ class RunLog:
             return
         found = [(rank, one.unusual) for rank, one in enumerate(messages) if one.unusual]
         norms = [(rank, one.unusual_norm) for rank, one in enumerate(messages) if one.unusual_norm]
-        found += sorted(norms, key=lambda one: "those of" not in one[1])[:1]  # a rank that has some that are not finite
+        found += most_telling(norms)
         for rank, words in found:
             _log.warning("Step %d, rank %d: %s.", step, rank, words)
             if self._record is not None:

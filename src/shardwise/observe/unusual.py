@@ -18,6 +18,7 @@ FEWEST = 20
 FACTOR = 8.0
 """Unusual: so many times as far above the median as usual values are from it. Among a million values of a normal
 distribution there is one above 5 standard deviations, which are 7.4 of these."""
+_OF_ALL, _FROM_THE_LOSS, _IS_FIRST = "those of all units", ", from the loss on", " is the first in the backward"
 LEAST_SHARE = 0.05
 """And by at least this share of the median, because the values of a converged run hardly differ."""
 
@@ -69,6 +70,19 @@ class Unusual:
         return f"the norm of the gradients {why}" + (f": {units}" if units else "")
 
 
+def most_telling(norms: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Of what each rank says of one norm of all gradients, what tells most: a rank with some units that are not finite
+    knows where they begin; where a rank has only such, but another has none, as earlier stages of a pipeline do behind
+    the one where they begin, they are not from the loss on."""
+    if not norms:
+        return []
+    rank, words = min(norms, key=lambda one: (_IS_FIRST not in one[1], _OF_ALL not in one[1]))
+    if words.endswith(_FROM_THE_LOSS) and not all(_OF_ALL in one for _, one in norms):
+        rank, words = max(one for one in norms if _OF_ALL in one[1])  # the last stage that has them
+        words = f"{words.removesuffix(_FROM_THE_LOSS)} that rank {rank} has, while another rank has none"
+    return [(rank, words)]
+
+
 def units_in_words(squares: Sequence[tuple[str, float]]) -> str:
     """Which units the gradients are from, as the end of a sentence. `squares` are the squares of norms of what one rank
     has, in the order of the forward.
@@ -81,9 +95,9 @@ def units_in_words(squares: Sequence[tuple[str, float]]) -> str:
         by_unit[unit] = by_unit.get(unit, 0.0) + square
     broken = [unit for unit, square in by_unit.items() if not math.isfinite(square)]
     if broken and len(broken) == len(by_unit):
-        return "those of all units, from the loss on"
+        return f"{_OF_ALL}{_FROM_THE_LOSS}"
     if broken:
-        return f"those of {len(broken)} of {len(by_unit)} units, of which {broken[-1]} is the first in the backward"
+        return f"those of {len(broken)} of {len(by_unit)} units, of which {broken[-1]}{_IS_FIRST}"
     total = sum(by_unit.values())
     if not total:
         return ""

@@ -33,7 +33,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import Line
-from shardwise.errors import ModelError
+from shardwise.errors import CommError, CorruptionError, ModelError, StateError, TierError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
@@ -207,6 +207,8 @@ class StageViews:
             with _Record(found, stack, self._model) as record:
                 try:
                     yield
+                except (CommError, StateError, TierError, CorruptionError):
+                    raise  # of ranks and their memory, not of shapes
                 except _FAILURES as error:
                     failed = _FailedError(record.path, error, _of(pieces, found))  # before the unsplit ones come in
                     expected = self._expected(called, pieces, given) if _is_in(record.path, pieces) else None
