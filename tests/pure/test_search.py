@@ -94,7 +94,7 @@ class Blocks:
     def confirm(self, candidate: Candidate) -> Evaluated:
         return self.evaluate(candidate)
 
-    def least(self, candidate: Candidate) -> Least:
+    def least(self, candidate: Candidate, *, itself: bool = False) -> Least:
         work = self.work(candidate.rows, candidate.size("tp"), candidate.policy)
         computed = [one for one in (*work.forward, *work.backward, *work.recompute) if one.kind == "product"]
         seconds, stages = sum(map(self.hardware.operation_seconds, computed)), candidate.size("pp")

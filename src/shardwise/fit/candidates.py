@@ -344,6 +344,8 @@ class Bound:
     resting: float = 0.0
     grad: float = 0.0
     communicating: float = 0.0
+    is_own: bool = False
+    """Whether it is from what was counted of that very split and treatment."""
 
     def bytes_with(self, loads: Iterable[Load], *, grad_waits: bool) -> float:
         """Bytes of a device on the fullest of ranks with these loads; `grad_waits`: gradients are there while most

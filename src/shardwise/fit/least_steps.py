@@ -34,6 +34,8 @@ class Least:
 
     runs: tuple[Run, ...]
     loads: tuple[Load, ...] = ()
+    is_own: bool = True
+    """Whether it is from what was counted of a candidate itself, and not of one that does less."""
 
     @property
     def seconds(self) -> float:

@@ -122,10 +122,12 @@ class ModelSubject:
         if candidate.size("sp") * candidate.size("ep") > 1:
             self._derived(plain)
 
-    def least(self, candidate: Candidate) -> Least:
+    def least(self, candidate: Candidate, *, itself: bool = False) -> Least:
         """See [Note: least steps]. Whatever a treatment of activations does, it computes what keeping them does; and of
         twice as many ranks along `tp` each computes and holds at least half, and sends as much. Where a candidate's own
-        split and treatment have not been rehearsed, such others tell."""
+        split and treatment have not been rehearsed, such others tell; `itself` has them rehearsed."""
+        if itself:
+            self._derived(candidate)
         known, share, again = self._known_of(candidate)
         mesh, stages = candidate.mesh, candidate.size("pp")
         of_stages = (stages, candidate.chunks, candidate.schedule, candidate.parts) if stages > 1 else ()
@@ -162,10 +164,10 @@ class ModelSubject:
         else:
             least = self._least_in_stages(candidate, passes, again)
         if known.policy != candidate.policy or candidate.parts:  # what is held is another matter
-            return replace(least, loads=())
+            return replace(least, loads=(), is_own=known.policy == candidate.policy)
         approximate = OPTIMISM if known.rows < self._rows_of_size and not self._is_rehearsed(known) else 1.0
         scaled = (replace(one, activations=approximate * share * one.activations) for one in least.loads)
-        return replace(least, loads=tuple(scaled))
+        return replace(least, loads=tuple(scaled), is_own=share == 1)
 
     def _least_in_stages(self, candidate: Candidate, passes: Sequence[StagePass], again: float) -> Least:
         stages, accumulate = candidate.size("pp"), candidate.accumulate
@@ -518,6 +520,8 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
         return None
     worked = []
     known: dict[tuple[int, int], Operation] = {}
+    alike: dict[tuple[int, int], tuple[Operation, ...]] = {}
+    """Of equal blocks, which have the same operations, and so are priced once."""
     for first, second in zip(few.worked, more.worked, strict=True):
         parts = []
         for some, same in (
@@ -525,12 +529,16 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
             (first.recomputed, second.recomputed),
             (first.weights, second.weights),
         ):
+            if (id(some), id(same)) in alike:
+                parts.append(alike[id(some), id(same)])
+                continue
             if len(some) != len(same) or any(
                 (a.kind, len(a.shape), len(a.allocated_bytes)) != (b.kind, len(b.shape), len(b.allocated_bytes))
                 for a, b in zip(some, same, strict=True)
             ):
                 return None
-            parts.append(tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True)))
+            alike[id(some), id(same)] = tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True))
+            parts.append(alike[id(some), id(same)])
         worked.append(Worked(first.moment, *parts))
     one, other = few.activations, more.activations
     held = replace(

@@ -115,8 +115,9 @@ class Subject(Protocol):
         """Raises `ShardwiseError` if the model cannot be split in this way, whatever else the candidate says."""
         ...
 
-    def least(self, candidate: Candidate) -> Least:
-        """At most what `evaluate` finds, in a small part of its time; raises likewise."""
+    def least(self, candidate: Candidate, *, itself: bool = False) -> Least:
+        """At most what `evaluate` finds, in a small part of its time; raises likewise. `itself`: from what is counted
+        of this candidate, as `evaluate` needs it, and not of others."""
         ...
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
@@ -318,21 +319,23 @@ class _Search:
         on_host = self.limits.host_bytes is None or bound.host_bytes <= self.limits.host_bytes
         return bound.device_bytes <= self.limits.device_bytes and on_host
 
-    def look(self, candidate: Candidate, bound: Bound) -> Bound:
-        """A bound as close as it can be without a program, by what is known so far: see [Note: least steps]."""
-        closer = self.closer[candidate] = self._closer(candidate, bound)
+    def look(self, candidate: Candidate, bound: Bound, *, itself: bool = False) -> Bound:
+        """A bound as close as it can be without a program, by what is known so far, or of the candidate `itself`: see
+        [Note: least steps]."""
+        closer = self.closer[candidate] = self._closer(candidate, bound, itself=itself)
         return closer
 
-    def _closer(self, candidate: Candidate, bound: Bound) -> Bound:
+    def _closer(self, candidate: Candidate, bound: Bound, *, itself: bool) -> Bound:
         if self.why_unsplit(candidate) is not None:
             return bound
         try:
-            least = self.subject.least(candidate)
+            least = self.subject.least(candidate, itself=itself)
         except REFUSALS:
             return bound  # the reason is found when it is evaluated
         seconds = least.seconds_beside(bound.communicating, self.subject.hardware.contention)
         num_bytes = bound.bytes_with(least.loads, grad_waits=candidate.has_gradients_beside)
-        return replace(bound, seconds=max(bound.seconds, seconds), device_bytes=num_bytes)
+        is_own = least.is_own
+        return replace(bound, seconds=max(bound.seconds, seconds), device_bytes=num_bytes, is_own=is_own)
 
     def least(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective is at least."""
@@ -447,7 +450,8 @@ class _Search:
             _, place, candidate, bound = heappop(queue)
             if candidate in self.known or climb.is_worse(candidate, bound):
                 continue
-            is_first, closer = candidate not in self.closer, self.look(candidate, bound)
+            is_first = candidate not in self.closer
+            closer = self.look(candidate, bound, itself=not is_first)
             if is_first or closer.seconds > bound.seconds or not self._may_fit(closer):
                 if self._may_fit(closer):
                     heappush(queue, (self._guess(candidate, closer), place, candidate, closer))
@@ -464,10 +468,12 @@ class _Search:
 
     def _guess(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective may be, for the order in which candidates are tried: it decides nothing else. Messages
-        within layers and many small micro-batches cost something that bounds do not know; what fills a device to the
-        brim seldom fits."""
+        within layers and many small micro-batches cost something that a rough bound does not know; and what fills a
+        device to the brim by that seldom fits. What has to be rehearsed may wait for what has been."""
         if self.objective == "memory":
             return bound.device_bytes
+        if candidate in self.closer:
+            return self.spent(candidate, bound.seconds * (1.0 if bound.is_own else MARGIN))
         within = candidate.size("tp") * candidate.size("sp")
         split = 1 + 0.04 * math.sqrt(within - 1) + 0.01 * math.sqrt(candidate.accumulate)
         brim = 1.5 if MARGIN * bound.device_bytes > self.limits.device_bytes else 1.0
