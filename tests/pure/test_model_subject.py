@@ -253,11 +253,13 @@ SPLITS = ((1, 1, "1f1b", 1), (1, 2, "1f1b", 1), (4, 1, "1f1b", 1), (2, 2, "zb-h1
 @sampled
 @pytest.mark.parametrize("policy", ["keep", "selective", "recompute", "offload"])
 @pytest.mark.parametrize("wide", [8, 512])
-def test_a_close_bound_is_below_what_is_found_and_near_it(policy: PolicyName, wide: int) -> None:
+@pytest.mark.parametrize("name", ["h100-sxm", "cpu"])
+def test_a_close_bound_is_below_what_is_found_and_near_it(policy: PolicyName, wide: int, name: str) -> None:
     """In time and memory, in stages and without, whether launches or matrix products take longest. What ranks hold and
     the messages beside what they compute are in it."""
     model = on_meta(Decoder, num_blocks=8, width=wide)
-    subject = ModelSubject(model, tokens(2, length=64), H100.with_ranks(4), 128, WIDE, on_cpu=False)
+    machine = hardware(name).with_ranks(4)
+    subject = ModelSubject(model, tokens(2, length=64), machine, 128, WIDE, on_cpu=machine.is_processor)
     bounds = Bounds(subject.base, subject.hardware, {(policy, None): subject.size(policy, None)})
     shares = []
     for preset, (pp, tp, schedule, chunks) in itertools.product(PRESETS, SPLITS):
