@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.fit.candidates import Candidate, Space
+from shardwise.fit.candidates import Bounds, Candidate, Space
 from shardwise.fit.equal_blocks import EqualBlocks, equal_blocks, treats_alike, without_values
 from shardwise.fit.few_blocks import FewBlocks, count_alike
 from shardwise.fit.foreseen import Counted, count_step
@@ -22,7 +23,7 @@ from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import Found, Limits, search
 from shardwise.init import deferred_init
 from shardwise.parallel.outline import outline
-from shardwise.plan import Plan
+from shardwise.plan import Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from tests.models import Decoder, Gpt, Mixture, Stack
 from tests.thorough import sampled, thorough_only
@@ -175,8 +176,8 @@ def test_axes_are_tried(axis: str, build: Callable[..., nn.Module], batch: Any) 
     found = searched(on_meta(build), batch, axis)
     assert not found.refused
     by_size = {one.candidate.size(axis): one.found for one in found.evaluated if one.candidate.rows == 2}
-    assert by_size.keys() == {1, 2, 4}
-    assert by_size[4].parts[f"waiting along {axis}"] > by_size[1].parts.get(f"waiting along {axis}", 0.0)
+    assert {1, 2} <= by_size.keys() <= {1, 2, 4}, "four ranks may take too long by their bound"
+    assert by_size[2].parts[f"waiting along {axis}"] > by_size[1].parts.get(f"waiting along {axis}", 0.0)
 
 
 class Spares(Decoder):
@@ -231,16 +232,49 @@ def test_a_bound_needs_no_rehearsal_of_each_treatment() -> None:
     kept = Candidate("zero1", (("dp", 2), ("tp", 2)), 8, 1)
     again = replace(kept, policy="recompute")
     rehearsed = counting(subject)
-    bounds = [subject.least_seconds(one) for one in (kept, again)]
+    bounds = [subject.least(one).seconds for one in (kept, again)]
     assert rehearsed == [("keep", 2, 2), ("keep", 2, 4)]
     assert bounds[0] < bounds[1]
     for bound, candidate in zip(bounds, (kept, again), strict=True):
         assert bound <= subject.evaluate(candidate).seconds
-    assert subject.least_seconds(again) > bounds[1], "now it is known"
+    assert subject.least(again).seconds > bounds[1], "now it is known"
     far = H100.model_copy(update={"local": H100.local.model_copy(update={"bytes_per_second": 1e6})})
     subject.hardware = far
-    subject._seconds.clear()
-    assert subject.least_seconds(kept) > 100 * bounds[0], "messages within layers count"
+    subject._known_alone.clear()
+    subject._known_passes.clear()
+    subject._least.clear()
+    assert subject.least(kept).seconds > 50 * bounds[0], "messages within layers count"
+
+
+PRESETS = ("zero1", "zero3", "hpz", "zero3-kept")
+SPLITS = ((1, 1, "1f1b", 1), (1, 2, "1f1b", 1), (4, 1, "1f1b", 1), (2, 2, "zb-h1", 1), (2, 1, "interleaved", 2))
+
+
+@sampled
+@pytest.mark.parametrize("policy", ["keep", "selective", "recompute", "offload"])
+@pytest.mark.parametrize("wide", [8, 512])
+@pytest.mark.parametrize("name", ["h100-sxm", "cpu"])
+def test_a_close_bound_is_below_what_is_found_and_near_it(policy: PolicyName, wide: int, name: str) -> None:
+    """In time and memory, in stages and without, whether launches or matrix products take longest. What ranks hold and
+    the messages beside what they compute are in it."""
+    model = on_meta(Decoder, num_blocks=8, width=wide)
+    machine = hardware(name).with_ranks(4)
+    subject = ModelSubject(model, tokens(2, length=64), machine, 128, WIDE, on_cpu=machine.is_processor)
+    bounds = Bounds(subject.base, subject.hardware, {(policy, None): subject.size(policy, None)})
+    shares = []
+    for preset, (pp, tp, schedule, chunks) in itertools.product(PRESETS, SPLITS):
+        num_data = 16 // pp // tp
+        data = (("node", num_data // 2), ("local", 2)) if preset == "hpz" else (("dp", num_data),)
+        sizes = (*((("pp", pp),) if pp > 1 else ()), *data, *((("tp", tp),) if tp > 1 else ()))
+        candidate = Candidate(preset, sizes, 2, 8, policy, schedule, chunks)
+        rough, exact = bounds.of(candidate), subject.evaluate(candidate)
+        least = subject.least(candidate)
+        seconds = least.seconds_beside(rough.communicating, subject.hardware.contention)
+        held = rough.bytes_with(least.loads, grad_waits=candidate.has_gradients_beside)
+        assert max(seconds, rough.seconds) <= 1.001 * exact.seconds, candidate
+        assert held <= 1.001 * exact.device_bytes, candidate
+        shares.append(max(seconds, rough.seconds) / exact.seconds)
+    assert sorted(shares)[len(shares) // 2] > 0.5
 
 
 class Reads(Gpt):
@@ -373,14 +407,14 @@ def test_what_a_plan_computes_at_least() -> None:
     subject = ModelSubject(on_meta(Decoder, num_blocks=4), tokens(), H100, 16, Plan(), on_cpu=False)
     plain, in_stages = (("dp", 4),), (("pp", 2), ("dp", 2))
     nodes = Candidate("hsdp", (("node", 2), ("local", 2)), 2, 2)
-    least = subject.least_seconds(nodes)
-    assert least == subject.least_seconds(Candidate("zero3", plain, 2, 2)) > 0
+    least = subject.least(nodes).seconds
+    assert least == subject.least(Candidate("zero3", plain, 2, 2)).seconds > 0
     for candidate in (nodes, Candidate("zero3", plain, 2, 2), Candidate("zero1", in_stages, 2, 4)):
-        assert subject.least_seconds(candidate) <= subject.evaluate(candidate).seconds
+        assert subject.least(candidate).seconds <= subject.evaluate(candidate).seconds
     uneven = ModelSubject(on_meta(Decoder, num_blocks=6), tokens(), H100, 64, Plan(), on_cpu=False)
     two, four = (Candidate("zero1", (("pp", pp), ("dp", 1)), 2, 32) for pp in (2, 4))
-    assert uneven.least_seconds(four) > 0.6 * uneven.least_seconds(two), "two stages have two blocks, of six"
-    assert uneven.least_seconds(four) <= uneven.evaluate(four).seconds
+    assert uneven.least(four).seconds > 0.6 * uneven.least(two).seconds, "two stages have two blocks, of six"
+    assert uneven.least(four).seconds <= uneven.evaluate(four).seconds
 
 
 @sampled

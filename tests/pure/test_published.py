@@ -737,6 +737,8 @@ def test_a_file_of_rows_gets_four_columns(tmp_path: Path, capsys: pytest.Capture
         (b"model\tgpu\tgpus\ttp\nx\ty\t1\t1\n", "and here by tabs"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"model,gpu,gpus,micro_batch,seq_len,tp,pp,tp\nx,y,1,1,1,1,1,2\n", "has the column tp twice"),
+        (b"model,gpu,gpus,micro_batch,seq_len,tp,pp,ZeRO\nx,y,1,1,1,1,1,3\n", "'ZeRO', which is read only if"),
+        (b"model,gpu,gpus,micro_batch,seq_len,tp,pp,kv heads\nx,y,1,1,1,1,1,3\n", "it is named 'kv_heads'"),
         (b"model,gpu,gpus,micro_batch,seq_len,tp,pp\nx,y,1,1,1,1,1,1,1\n", "more cells"),
         (b'model,gpu,gpus,micro_batch,seq_len,tp,pp\n"x\n', "cannot be read"),
         (b"model,gpu,gpus,micro_batch,seq_len,tp,pp\n" + b"x" * 2_000_000 + b"\n", "cannot be read"),

@@ -221,7 +221,7 @@ def test_calls_in_stages_are_foreseen_by_a_search() -> None:
     assert derived.seconds == pytest.approx(exact.seconds, rel=0.15)
     assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)
     assert calls.least_waiting == 4 / 8
-    assert subject.least_seconds(calls) <= exact.seconds
+    assert subject.least(calls).seconds <= exact.seconds
     in_flight = subject.confirm(replace(steps, schedule="gpipe"))
     assert exact.device_bytes < in_flight.device_bytes, "one micro-batch at a time"
     assert subject.confirm(replace(calls, accumulate=2)).device_bytes == exact.device_bytes

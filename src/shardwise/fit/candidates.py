@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -100,7 +100,7 @@ class Size:
 
     Elements are those of the whole model. `flops_seconds` are those that a micro-batch of one row takes at least,
     forward, backward and what is computed again; `row_bytes` the most that its activations hold at once, and
-    `host_row_bytes` what of them goes to the host.
+    `host_row_bytes` what of them goes to the host, of all units and of the one of which most does.
     """
 
     numel: int
@@ -111,6 +111,7 @@ class Size:
     flops_seconds: float
     row_bytes: float
     host_row_bytes: float = 0.0
+    host_unit_row_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,12 @@ class Candidate:
     def most_in_flight(self) -> int:
         """Micro-batches whose activations the first rank of a pipeline holds at once, at least."""
         return 1 if self.parts else min(self.size("pp"), self.accumulate)
+
+    @property
+    def has_gradients_beside(self) -> bool:
+        """Whether a rank has gradients of all it trains while it holds the activations of as many micro-batches as it
+        ever does: once a pipeline is full, unless that has more stages on a rank, whose gradients come one by one."""
+        return self.accumulate >= 2 * self.size("pp") and self.chunks == 1
 
     @cached_property
     def split(self) -> tuple[int, ...]:
@@ -325,20 +332,47 @@ def _sizes(axis: str, world_size: int, most: int, space: Space) -> list[int]:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a candidate takes at least, on the fullest rank: bytes of a device, of a node's host, and seconds."""
+    """What a candidate takes at least, on the fullest rank: bytes of a device, of a node's host, and seconds.
+
+    `resting` and `grad` are bytes of a device that rest on the average rank, and in which gradients wait, with what is
+    held of parameters throughout a pipeline's step; `communicating` are seconds of messages beside what is computed.
+    """
 
     device_bytes: float
     host_bytes: float
     seconds: float
+    resting: float = 0.0
+    grad: float = 0.0
+    communicating: float = 0.0
+    is_own: bool = False
+    """Whether it is from what was counted of that very split and treatment."""
+
+    def bytes_with(self, loads: Iterable[Load], *, grad_waits: bool) -> float:
+        """Bytes of a device on the fullest of ranks with these loads; `grad_waits`: gradients are there while most
+        activations are."""
+        beside = self.grad if grad_waits else 0.0
+        held = (one.share * (self.resting + beside) + one.activations for one in loads)
+        return max((self.device_bytes, *held))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank has at least, once its model is known: parameters, as a share of what the average rank has, and
+    bytes of activations at once."""
+
+    share: float
+    activations: float
 
 
 @dataclass(frozen=True)
 class _Apart:
-    """What of a bound does not depend on micro-batches: bytes that rest on a device, of gradients, of what is gathered,
-    and on a host; seconds of an update there, and of messages of each micro-batch: gathers, and a sum."""
+    """What of a bound does not depend on micro-batches: bytes that rest on a device, of gradients, of what is held in a
+    pipeline from the first micro-batch to the last, of what is gathered, and on a host; seconds of an update there, and
+    of messages of each micro-batch: gathers, and a sum."""
 
     resting: float
     grad: float
+    held: float
     gathered: float
     host: float
     updating: float
@@ -377,6 +411,9 @@ class Bounds:
             apart.resting + max(apart.grad, activations, apart.gathered),
             apart.host,
             max(self._computing(candidate, size), communicating, apart.updating, self._copying(candidate, size)),
+            apart.resting,
+            apart.grad + apart.held,
+            communicating,
         )
 
     def _found_apart(self, candidate: Candidate, size: Size) -> _Apart:
@@ -403,7 +440,10 @@ class Bounds:
         gathering = reducing = 0.0
         if table.param.shard:
             again = numel - gathered / width  # one unit stays from its forward to its backward
-            for some, shard in ((numel, table.param.shard), (again, table.held.shard)):
+            passes = ((numel, table.param.shard), (again, table.held.shard))
+            if mesh.has_stages:  # one stays from each pass to the next, and what is held stays for the whole step
+                passes = ((again, table.held.shard), (again, table.held.shard))
+            for some, shard in passes:
                 of_param = table.param_codes, table.param_wire
                 gathering += self._sending("all_gather", some, width, mesh, shard, *of_param)
         if table.grad.shard and table.grad.shard == table.optim.shard:
@@ -412,6 +452,9 @@ class Bounds:
         return _Apart(
             resting=resting("device"),
             grad=on("device", table.grad.tier, trained * WIDTH[table.grad.dtype], table.grad.shard),
+            held=on("device", table.held.tier, max(0.0, numel * width - gathered), table.held.shard)
+            if mesh.has_stages and table.param.shard and table.held.shard != table.param.shard
+            else 0.0,
             gathered=gathered if table.param.shard else 0.0,
             host=(resting("host") + on("host", table.grad.tier, trained * 4, table.grad.shard)) * num_local,
             updating=self._on_host(candidate, table, trained),
@@ -424,11 +467,14 @@ class Bounds:
         return seconds * (1 + candidate.least_waiting / candidate.accumulate)
 
     def _copying(self, candidate: Candidate, size: Size) -> float:
-        """Activations to the host: what they take on their link, while everything else may go on."""
+        """Activations to the host in each forward, and back in its backward: what they take on their link, while all
+        else may go on. Those of one unit may go there, and come back, beside another pass."""
         if not size.host_row_bytes or self.hardware.host is None:
             return 0.0
-        num_bytes = size.host_row_bytes * candidate.rows * candidate.accumulate / candidate.ranks_per_sample
-        return self.hardware.host_copy_seconds(num_bytes)
+        one_way = size.host_row_bytes / candidate.size("pp")
+        row_bytes = max(one_way, 2 * (one_way - size.host_unit_row_bytes))
+        num_rows = candidate.rows * candidate.accumulate / (candidate.size("tp") * candidate.size("sp"))
+        return self.hardware.host_copy_seconds(row_bytes * num_rows)
 
     def _on_host(self, candidate: Candidate, table: Table, trained: float) -> float:
         """Gradients that go there, the update, and parameters that come back."""

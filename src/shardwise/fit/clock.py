@@ -25,7 +25,7 @@ from pathlib import Path
 
 from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.operations import COPYING, Work, Worked, flops_of, work_of_blocks
+from shardwise.fit.operations import COPYING, Operation, Work, Worked, flops_of, work_of_blocks
 from shardwise.fit.prices import Cost, Prices
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.program import Action, Block, Moment, Program, StepProgram
@@ -617,23 +617,11 @@ class _Rank:
 
     def _time_alone(self, worked: Worked) -> _Alone:
         hardware, prices = self.hardware, self._prices
-        computing = [one for one in worked.operations if not one.communicates and not one.copies]
-        by_axis: defaultdict[str, float] = defaultdict(float)
-        beside: defaultdict[str, float] = defaultdict(float)
-        for one in worked.operations:
-            if one.communicates:
-                sums, ranks = beside if one.overlaps else by_axis, prices.ranks_along(one.axis)
-                sums[one.axis] += one.kernels * hardware.collective_seconds(one.kind, one.num_bytes, ranks)
-        launched = sum(one.kernels for one in worked.operations if one.communicates)
-        seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
-        for axis, moved in beside.items():
-            hidden = min(seconds, moved)
-            seconds += hidden * (hardware.contention - 1)
-            by_axis[axis] += moved - hidden
+        seconds, by_axis = seconds_alone(worked.operations, hardware, prices.ranks_along)
         again = hardware.computing_seconds(
             [one for one in worked.recomputed if not one.communicates and not one.copies]
         )
-        useful = [one for one in computing if one.flops]
+        useful = [one for one in worked.operations if one.flops and not one.communicates and not one.copies]
         least = sum(one.flops / hardware.peak(one.dtype) for one in useful)
         least_again = sum(one.flops / hardware.peak(one.dtype) for one in worked.recomputed if one.flops)
         flops = flops_of(worked.operations) - flops_of(worked.recomputed)
@@ -771,6 +759,27 @@ class _Rank:
             self._least,
             self._num_repeated,
         )
+
+
+def seconds_alone(
+    operations: Sequence[Operation], hardware: Hardware, ranks_along: Callable[[str], Sequence[int]]
+) -> tuple[float, dict[str, float]]:
+    """What `operations` take with nothing beside them: seconds that they compute, and by axis those in which the
+    computing stream waits for their messages. `ranks_along` says which ranks communicate along an axis."""
+    computing = [one for one in operations if not one.communicates and not one.copies]
+    by_axis: defaultdict[str, float] = defaultdict(float)
+    beside: defaultdict[str, float] = defaultdict(float)
+    for one in operations:
+        if one.communicates:
+            sums, ranks = beside if one.overlaps else by_axis, ranks_along(one.axis)
+            sums[one.axis] += one.kernels * hardware.collective_seconds(one.kind, one.num_bytes, ranks)
+    launched = sum(one.kernels for one in operations if one.communicates)
+    seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
+    for axis, moved in beside.items():
+        hidden = min(seconds, moved)
+        seconds += hidden * (hardware.contention - 1)
+        by_axis[axis] += moved - hidden
+    return seconds, by_axis
 
 
 @dataclass(frozen=True, slots=True)

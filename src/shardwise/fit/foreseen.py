@@ -27,7 +27,7 @@ from shardwise.parallel.conversions import Converted, check_plan, conversions_of
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
-from shardwise.parallel.outline import outline
+from shardwise.parallel.outline import Outline, outline
 from shardwise.parallel.pipeline import AXIS as PIPELINE
 from shardwise.parallel.pipeline import StagedModel, StageLayout, stage_layout
 from shardwise.parallel.sequence import rehearsed_by
@@ -134,18 +134,20 @@ def rank_units(
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
+    found: Outline | None = None,
+    updates: Mapping[nn.Parameter, Update] | None = None,
     *,
     optimizer: str | None = None,
-    updates: Mapping[nn.Parameter, Update] | None = None,
     on_cpu: bool = True,
 ) -> list[RankUnits]:
     """Those of the first rank, or of the first of each stage in their order; before `count_step` splits the model.
 
     `optimizer` is a key of `OPTIMIZERS`; instead, `updates` say how each parameter is updated. `on_cpu`: the ranks will
-    run on processors. Raises `ConfigError` or `ModelError` where sharding would refuse the plan.
+    run on processors. `found` is the plan's outline, if it is known. Raises `ConfigError` or `ModelError` where
+    sharding would refuse the plan.
     """
     updates = updates_of(model, optimizer) if optimizer else updates
-    found = outline(model, plan, mesh, 0)
+    found = found or outline(model, plan, mesh, 0)
     every = [replace(choice, boxes=found.boxes) for choice in found.choices]
 
     def units(choices: Sequence[UnitChoice]) -> tuple[UnitSpec, ...]:
@@ -159,12 +161,12 @@ def rank_units(
     for pp_rank in range(layout.num_ranks):
         own = {stage: by_stage[stage] for stage in layout.at(pp_rank)}
         choices = of_params(every, present[pp_rank])
-        stages = {
+        stages_of = {
             choice.name: tuple(stage for stage, some in own.items() if not some.isdisjoint(choice.params.values()))
             for choice in choices
         }
         rank, specs = mesh.rank({**dict.fromkeys(mesh.axes, 0), PIPELINE: pp_rank}), units(choices)
-        ranks.append(RankUnits(rank, specs, layout.schedule.rows[pp_rank], stages, _shared(choices, specs, present)))
+        ranks.append(RankUnits(rank, specs, layout.schedule.rows[pp_rank], stages_of, _shared(choices, specs, present)))
     return ranks
 
 

@@ -8,34 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.budget import Ranks, within_budget
-from shardwise.fit.candidates import ON_DEVICE, SCHEDULE, SPLITTING, Candidate, Size
-from shardwise.fit.clock import RankProgram
+from shardwise.fit.candidates import ON_DEVICE, SCHEDULE, SPLITTING, Candidate, Load, Size
+from shardwise.fit.clock import RankProgram, seconds_alone
 from shardwise.fit.equal_blocks import treats_alike, without_values
 from shardwise.fit.few_blocks import FewBlocks
 from shardwise.fit.foreseen import Counted, RankUnits, count_step, parts_of, rank_units
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.operations import Operation, Worked
+from shardwise.fit.least_steps import Alone, Least, Run, StagePass, least_loads, least_runs, stage_passes
+from shardwise.fit.operations import COPYING, Operation, Operations, Worked, without
 from shardwise.fit.search import Evaluated, Limits
 from shardwise.fit.step_time import step_time
-from shardwise.memory import in_own_precision
+from shardwise.memory import UnitChoice, choose_units, in_own_precision
+from shardwise.parallel.outline import Outline, outline
+from shardwise.parallel.pipeline import StageLayout, stage_layout
 from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.program import END_OF_BACKWARD, Mark, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
-from shardwise.program.schedule import Op, schedule_of, schedule_of_calls
+from shardwise.program.schedule import SCHEDULES, Op, schedule_for, schedule_of, schedule_of_calls
 from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.system.even_parts import divisors
 from shardwise.system.torch_private import tree_leaves, tree_map_only
 
 OPTIMISM = 0.9
 """Of the bytes and FLOPs of one sample: a larger micro-batch may take a little less for each of them."""
+WITHIN = tuple(axis for axis in SPLITTING if axis != STAGE_AXIS)
+"""Axes along which layers themselves are split."""
+Sharing = tuple[tuple[str, int, int], ...]
+"""Such an axis, how many ranks it has, and how far apart they are."""
+LEFT_BYTES = 4
+"""Of a trained element that a backward on a device reads and writes at least, to put its gradient in its place."""
 Updates = Mapping[nn.Parameter, Update]
 
 
@@ -62,9 +72,13 @@ class ModelSubject:
     _is_tried: bool = False
     _first_is_apart: bool = False
     """Whether the model does other things with `rows_of_batch` samples than with more, such as with a single one."""
-    _seconds: dict[object, tuple[float, float]] = field(default_factory=dict)
-    """By the identity of what was counted, which the two above keep, and the ranks that share it."""
+    _least: dict[object, Least] = field(default_factory=dict)
+    _known_passes: dict[object, list[StagePass]] = field(default_factory=dict)
+    _known_alone: dict[object, tuple[Alone, Operations]] = field(default_factory=dict)
+    """By the identity of operations, which are kept alive, and who communicates."""
+    _known_stages: dict[tuple[int, int, str], _Stages] = field(default_factory=dict)
     _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
+    _outlines: dict[object, Outline] = field(default_factory=dict)
     _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,11 +93,12 @@ class ModelSubject:
             candidate = Candidate(ON_DEVICE[0], (("dp", 1),), rows, 1, policy, precision=precision)
             mesh = candidate.mesh
             plan = candidate.plan(_plain(self.base))
-            (units,) = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
+            (units,) = rank_units(self.model, plan, mesh, None, self.updates, on_cpu=self.on_cpu)
             (counted,) = self._count(candidate)
             flats = [flat for unit in units.units for flat in unit.flats]
             operations = [one for worked in counted.worked for one in worked.operations if one.flops]
             seconds = sum(one.flops / self.hardware.peak(one.dtype) for one in operations)
+            moved = [sum(one.num_bytes for one in part.operations if one.kind == "evict") for part in counted.worked]
             self._sizes[key] = Size(
                 numel=sum(flat.numel for flat in flats),
                 trained_numel=sum(flat.numel for flat in flats if flat.trainable),
@@ -92,7 +107,8 @@ class ModelSubject:
                 num_states=self.num_states,
                 flops_seconds=OPTIMISM * seconds / rows,
                 row_bytes=OPTIMISM * max(mark.peak_bytes for mark in counted.activations.marks) / rows,
-                host_row_bytes=OPTIMISM * counted.activations.host_bytes / rows,
+                host_row_bytes=OPTIMISM * sum(moved) / rows,
+                host_unit_row_bytes=max(moved) / rows,
             )
         return self._sizes[key]
 
@@ -106,27 +122,121 @@ class ModelSubject:
         if candidate.size("sp") * candidate.size("ep") > 1:
             self._derived(plain)
 
-    def least_seconds(self, candidate: Candidate) -> float:
-        """What the operations and the messages within layers of all micro-batches take, each alone: with the bubble of
-        a pipeline of equal stages, or in the stage with most blocks, whichever is more. Whatever a treatment of
-        activations does, it computes what keeping them does: where it has not been rehearsed for this split, that is
-        rehearsed."""
-        whole, of_blocks = self._least_of_micro_batch(candidate)
-        stages, accumulate = candidate.size("pp"), candidate.accumulate
-        num_blocks = 1 if self._few.blocks is None else self._few.blocks.num
-        longest = of_blocks / num_blocks * -(-num_blocks // stages)
-        return max(whole / stages * (accumulate + candidate.least_waiting), longest * accumulate)
+    def least(self, candidate: Candidate, *, itself: bool = False) -> Least:
+        """See [Note: least steps]. Whatever a treatment of activations does, it computes what keeping them does; and of
+        twice as many ranks along `tp` each computes and holds at least half, and sends as much. Where a candidate's own
+        split and treatment have not been rehearsed, such others tell; `itself` has them rehearsed."""
+        if itself:
+            self._derived(candidate)
+        known, share, again = self._known_of(candidate)
+        mesh, stages = candidate.mesh, candidate.size("pp")
+        of_stages = (stages, candidate.chunks, candidate.schedule, candidate.parts) if stages > 1 else ()
+        sharing = tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in WITHIN)
+        key = _key(known), known.rows, candidate.policy, share, of_stages, sharing, candidate.accumulate
+        if key not in self._least:
+            self._least[key] = self._least_of(candidate, known, share, again)
+        return self._least[key]
 
-    def _least_of_micro_batch(self, candidate: Candidate) -> tuple[float, float]:
-        """As `_seconds_alone`, at least."""
-        kept = replace(candidate, policy="keep")
-        if kept == candidate or self.base.activations.policy is not None or self._is_derived(candidate):
-            return self._seconds_alone(candidate, self._derived(candidate, approximately=True))
-        again = self.size(candidate.policy, candidate.precision).flops_seconds
-        again -= self.size("keep", candidate.precision).flops_seconds
-        share = candidate.rows / (candidate.size("tp") * candidate.size("sp"))
-        whole, of_blocks = self._seconds_alone(kept, self._derived(kept, approximately=True))
-        return whole + max(0.0, again) * share, of_blocks
+    def _known_of(self, candidate: Candidate) -> tuple[Candidate, float, float]:
+        """What has been rehearsed, or will be, without stages; the share of what it computes and holds that `candidate`
+        does at least; and how many seconds of a micro-batch come on top."""
+        known, share, again = _of_model(candidate), 1.0, 0.0
+        kept = replace(known, policy="keep")
+        if known != kept and self.base.activations.policy is None and not self._is_derived(known):
+            again = self.size(candidate.policy, candidate.precision).flops_seconds
+            again -= self.size("keep", candidate.precision).flops_seconds
+            again = max(0.0, again) * candidate.rows / (candidate.size("tp") * candidate.size("sp"))
+            known = kept
+        while not self._is_derived(known):
+            _, *more = divisors(known.size("tp"))
+            if len(more) < 2:  # a prime number of ranks is rehearsed
+                break
+            sizes = tuple((axis, num // more[0] if axis == "tp" else num) for axis, num in known.sizes)
+            known, share = replace(known, sizes=sizes), share / more[0]
+        return known, share, again
+
+    def _least_of(self, candidate: Candidate, known: Candidate, share: float, again: float) -> Least:
+        passes = self._passes(candidate, known, share)
+        stages, accumulate = candidate.size("pp"), candidate.accumulate
+        if stages == 1:
+            run = Run(accumulate * (passes[0].seconds + again), accumulate * passes[0].messages)
+            least = Least((run,), (Load(1.0, max(passes[0].forward_bytes, passes[0].backward_bytes)),))
+        else:
+            least = self._least_in_stages(candidate, passes, again)
+        if known.policy != candidate.policy or candidate.parts:  # what is held is another matter
+            return replace(least, loads=(), is_own=known.policy == candidate.policy)
+        approximate = OPTIMISM if known.rows < self._rows_of_size and not self._is_rehearsed(known) else 1.0
+        scaled = (replace(one, activations=approximate * share * one.activations) for one in least.loads)
+        return replace(least, loads=tuple(scaled), is_own=share == 1)
+
+    def _least_in_stages(self, candidate: Candidate, passes: Sequence[StagePass], again: float) -> Least:
+        stages, accumulate = candidate.size("pp"), candidate.accumulate
+        whole = sum(one.seconds for one in passes) + again
+        waiting = whole / stages * (accumulate + candidate.least_waiting)
+        if candidate.parts:
+            return Least((Run(waiting),))
+        rounds = min(accumulate, 2 * stages)
+        schedule = schedule_for(candidate.schedule, stages, rounds, candidate.chunks)
+        shares = self._stages(candidate).shares(stages)
+        runs = least_runs(schedule, passes, shares, accumulate)
+        return Least((Run(waiting), *runs), least_loads(schedule, passes, shares))
+
+    def _passes(self, candidate: Candidate, known: Candidate, share: float) -> list[StagePass]:
+        """Of each stage of `candidate`."""
+        mesh, stages = candidate.mesh, candidate.size("pp")
+        sharing = tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in WITHIN)
+        splits = stages > 1 and SCHEDULES[candidate.schedule].splits_backward
+        key = _key(known), share, sharing, stages, candidate.chunks, splits
+        if key not in self._known_passes:
+            (found,) = self._derived(known, approximately=True)
+            alone = [self._alone(one, share, sharing, splits=splits) for one in found.worked]
+            if stages == 1:
+                stage_of = [0] * len(alone)
+            else:
+                stage_of = stages_of(found.activations.marks, self._stages(candidate).users)
+            num_trained = [self._num_trained] if stages == 1 else self._stages(candidate).num_trained
+            bytes_left = LEFT_BYTES / (candidate.size("tp") * candidate.size("ep"))
+            leaving = [
+                0.0 if self.hardware.is_processor else self.hardware.flat_seconds(bytes_left * num)
+                for num in num_trained
+            ]
+            self._known_passes[key] = stage_passes(found.activations.marks, alone, stage_of, leaving)
+        return self._known_passes[key]
+
+    def _alone(self, worked: Worked, share: float, sharing: Sharing, *, splits: bool) -> Alone:
+        """What was counted for fewer ranks along `tp`, of which a rank does a `share`; as two halves if a schedule
+        `splits` backwards."""
+        key = id(worked.operations), share, sharing, splits
+        if key not in self._known_alone:
+            hardware = self.hardware
+            ranks = {axis: range(0, size * stride, stride) for axis, size, stride in sharing}
+
+            def seconds_of(operations: Operations) -> tuple[float, float]:
+                computing, by_axis = seconds_alone(operations, hardware, ranks.__getitem__)
+                return share * computing, sum(by_axis.values())
+
+            later = seconds_of(worked.weights)[0] if splits else 0.0
+            now, messages = seconds_of(without(worked.operations, worked.weights) if splits else worked.operations)
+            moved = dict.fromkeys(COPYING, 0.0)
+            for one in worked.operations:
+                if one.copies:
+                    moved[one.kind] += share * hardware.host_copy_seconds(one.num_bytes)
+            alone = Alone(now + messages + later, messages, later, moved["evict"], moved["fetch"])
+            self._known_alone[key] = alone, worked.operations
+        return self._known_alone[key][0]
+
+    @cached_property
+    def _num_trained(self) -> int:
+        return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
+
+    def _stages(self, candidate: Candidate) -> _Stages:
+        """The stages of a model, however it is split otherwise."""
+        key = candidate.size("pp"), candidate.chunks, candidate.schedule
+        if key not in self._known_stages:
+            few = replace(candidate, accumulate=candidate.size("pp"))
+            layout = stage_layout(self.model, *self._placed(few))
+            self._known_stages[key] = _Stages.of(self.model, choose_units(self.model, self.base), layout)
+        return self._known_stages[key]
 
     @property
     def _rows_of_size(self) -> int:
@@ -138,30 +248,6 @@ class ModelSubject:
             (few,), (more,) = (self._count(replace(one, rows=times * self.rows_of_batch)) for times in (1, 2))
             self._first_is_apart = between(few, more, 0.5) is None
         return self.rows_of_batch * (2 if self._first_is_apart else 1)
-
-    def _seconds_alone(self, candidate: Candidate, counted: Sequence[Counted]) -> tuple[float, float]:
-        """Of one micro-batch, each operation alone: in the whole model, and in its equal blocks if there are any."""
-        (found,) = counted
-        mesh = candidate.mesh
-        sharing = tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in SPLITTING)
-        key = id(found), sharing
-        if key not in self._seconds:
-            ranks = {axis: range(0, size * stride, stride) for axis, size, stride in sharing}
-
-            @cache
-            def price(one: Operation) -> float:
-                if one.communicates:
-                    return one.kernels * self.hardware.collective_seconds(one.kind, one.num_bytes, ranks[one.axis])
-                return 0.0 if one.copies else self.hardware.operation_seconds(one)
-
-            blocks, whole, of_blocks = self._few.blocks, 0.0, 0.0
-            for worked in found.worked:
-                seconds = sum(map(price, worked.operations))
-                whole += seconds
-                if blocks is not None and blocks.place_of(worked.moment.unit) is not None:
-                    of_blocks += seconds
-            self._seconds[key] = whole, of_blocks
-        return self._seconds[key]
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """From rehearsals of two sizes of micro-batches, without a pipeline: see [Note: derived counts]."""
@@ -209,7 +295,7 @@ class ModelSubject:
         plain = replace(candidate, rows=1, accumulate=1, policy="keep" if num_stages == 1 else candidate.policy)
         key = plain, self.base
         if key not in self._units:
-            found = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
+            found = rank_units(self.model, plan, mesh, self._outline(candidate), self.updates, on_cpu=self.on_cpu)
             alike = self._units.get((replace(plain, policy="keep"), self.base), [])
             self._units[key] = [one.with_programs_of(other) for one, other in zip(found, alike, strict=False)] or found
         units = self._units[key]
@@ -219,6 +305,17 @@ class ModelSubject:
         if candidate.parts:
             schedule = schedule_of_calls(num_stages, schedule.num_stages, min(2, candidate.accumulate))
         return _with_rows(units, schedule.rows)
+
+    def _outline(self, candidate: Candidate) -> Outline:
+        """That of its plan. How layers are split, and activations treated, is the same for many."""
+        plan, mesh = self._placed(candidate)
+        stages = self._stages(candidate).layout if mesh.has_stages else None
+        split = tuple((axis, candidate.size(axis)) for axis in WITHIN)
+        alike = (split, candidate.policy) if candidate.size("ep") == 1 else None  # experts also split the other axes
+        found = outline(self.model, plan, mesh, 0, stages=stages, like=self._outlines.get(alike))
+        if alike is not None:
+            self._outlines.setdefault(alike, found)
+        return found
 
     def _evaluated(
         self,
@@ -345,6 +442,35 @@ class ModelSubject:
         return count(without_values(self.model))
 
 
+@dataclass(frozen=True)
+class _Stages:
+    """The stages of a pipeline: in which of them each unit is, and their elements."""
+
+    layout: StageLayout
+    users: Mapping[str, set[int]]
+    numel: Sequence[int]
+    num_trained: Sequence[int]
+
+    @classmethod
+    def of(cls, model: nn.Module, units: Sequence[UnitChoice], layout: StageLayout) -> _Stages:
+        by_stage = layout.params_by_stage(model)
+        users = {
+            unit.name: {stage for stage, own in enumerate(by_stage) if not own.isdisjoint(unit.params.values())}
+            for unit in units
+        }
+        numel = [sum(param.numel() for param in own) for own in by_stage]
+        return cls(layout, users, numel, [sum(one.numel() for one in own if one.requires_grad) for own in by_stage])
+
+    def shares(self, num_ranks: int) -> list[float]:
+        """By rank: elements, or trained ones if these are fewer, as a share of what the average rank has."""
+        shares = [1.0] * num_ranks
+        for sizes in (self.numel, self.num_trained):
+            mean = sum(sizes) / num_ranks
+            for rank in range(num_ranks) if mean else ():
+                shares[rank] = min(shares[rank], sum(sizes[rank::num_ranks]) / mean)
+        return shares
+
+
 def _of_model(candidate: Candidate) -> Candidate:
     """The same without a pipeline, of one micro-batch."""
     sizes = tuple((axis, 1 if axis == "pp" else size) for axis, size in candidate.sizes)
@@ -394,6 +520,8 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
         return None
     worked = []
     known: dict[tuple[int, int], Operation] = {}
+    alike: dict[tuple[int, int], tuple[Operation, ...]] = {}
+    """Of equal blocks, which have the same operations, and so are priced once."""
     for first, second in zip(few.worked, more.worked, strict=True):
         parts = []
         for some, same in (
@@ -401,12 +529,16 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
             (first.recomputed, second.recomputed),
             (first.weights, second.weights),
         ):
+            if (id(some), id(same)) in alike:
+                parts.append(alike[id(some), id(same)])
+                continue
             if len(some) != len(same) or any(
                 (a.kind, len(a.shape), len(a.allocated_bytes)) != (b.kind, len(b.shape), len(b.allocated_bytes))
                 for a, b in zip(some, same, strict=True)
             ):
                 return None
-            parts.append(tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True)))
+            alike[id(some), id(same)] = tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True))
+            parts.append(alike[id(some), id(same)])
         worked.append(Worked(first.moment, *parts))
     one, other = few.activations, more.activations
     held = replace(
@@ -461,7 +593,7 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
     for rank in ranks:
         for name, some in rank.stages_of_units.items():
             users.setdefault(name, set()).update(some)
-    stage_of = _stages_of(whole.activations.marks, users)
+    stage_of = stages_of(whole.activations.marks, users)
     last = max(op.stage for rank in ranks for op in rank.row)
     found = []
     for rank in ranks:
@@ -493,7 +625,7 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
     return found
 
 
-def _stages_of(marks: Sequence[Mark], users: Mapping[str, set[int]]) -> list[int]:
+def stages_of(marks: Sequence[Mark], users: Mapping[str, set[int]]) -> list[int]:
     """In which stage the model is at each mark: units that several stages use (embedding and head in one) are used in
     the one that has come last."""
     stage, found = 0, []

@@ -201,14 +201,19 @@ def _counted_as(moment: Moment) -> Moment:
 def _half(moment: Moment, whole: Worked) -> Worked:
     if moment.phase == "backward_weights":
         return Worked(moment, whole.weights if moment.edge == "after" else ())
-    later = list(whole.weights)
-    first: list[Operation] = []
-    for one in whole.operations:
-        if one in later:
-            later.remove(one)
+    return Worked(moment, without(whole.operations, whole.weights), whole.recomputed)
+
+
+def without(operations: Operations, some: Operations) -> Operations:
+    """`operations` but for `some` of them."""
+    left = list(some)
+    others: list[Operation] = []
+    for one in operations:
+        if one in left:
+            left.remove(one)
         else:
-            first.append(one)
-    return Worked(moment, tuple(first), whole.recomputed)
+            others.append(one)
+    return tuple(others)
 
 
 def flops_of(operations: Iterable[Operation]) -> float:

@@ -32,6 +32,11 @@ from shardwise.plan.mesh import MOST_RANKS
 
 Row = Mapping[str, str]
 COLUMNS = ("model", "gpu", "gpus", "micro_batch", "seq_len", "tp", "pp")
+OPTIONAL = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "global_batch_seqs", "gbs_derived", "gpus_per_node"),
+    *("interconnect", "dp", "cp", "ep", "vpp", "zero", "offload", "recompute", "precision", "notes", "source"),
+)
+"""Those that are read where there are any."""
 PREDICTED = ("predicted_step_seconds", "predicted_peak_bytes", "predicted_fits", "predicted_reason")
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 MAX_CELL = 1_000_000
@@ -666,6 +671,10 @@ def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
                     f"{path} has no column {', '.join(missing)} in its first line. The columns are those of "
                     f"published runs: {', '.join(COLUMNS)}, ...{_other_separator(header)}"
                 )
+            for column in header:
+                meant = re.sub(r"[\s-]+", "_", column.lower())
+                if meant in (*COLUMNS, *OPTIONAL) and meant not in header:
+                    raise ConfigError(f"{path} has the column {column!r}, which is read only if it is named {meant!r}.")
             rows = list(_checked(path, reader))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read as a CSV file: {error}") from None

@@ -1,9 +1,9 @@
 """Chooses a plan: the fastest, the smallest or the cheapest of those that fit, and says why not its neighbours.
 
-Candidates are pruned by what they take at least: first by memory, then by time. What is left is evaluated as exactly as
-`explain` does it. First one of each way to split the model, then what differs in one thing from the best one found,
-until nothing of that is better: coordinate descent, as in TVM's and Aceso's searches, with the bounds of branch and
-bound. Galvatron, Alpa and nnScaler search per layer; here a plan is the unit, because its units are treated alike.
+Candidates are pruned by what they take at least, memory and time: first roughly, all of them, and then closely, those
+that may be among the best. What is left is evaluated as exactly as `explain` does it, the most promising first: branch
+and bound, best first. Galvatron, Alpa and nnScaler search per layer; here a plan is the unit, because its units are
+treated alike.
 
 Pure: what a model is, a `Subject` knows.
 """
@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -37,6 +38,7 @@ from shardwise.fit.candidates import (
     sent_in,
 )
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.least_steps import Least
 from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import check_num_ranks
 from shardwise.plan.placement import PRESETS
@@ -113,8 +115,9 @@ class Subject(Protocol):
         """Raises `ShardwiseError` if the model cannot be split in this way, whatever else the candidate says."""
         ...
 
-    def least_seconds(self, candidate: Candidate) -> float:
-        """At most what `evaluate` finds, in a small part of its time; raises likewise."""
+    def least(self, candidate: Candidate, *, itself: bool = False) -> Least:
+        """At most what `evaluate` finds, in a small part of its time; raises likewise. `itself`: from what is counted
+        of this candidate, as `evaluate` needs it, and not of others."""
         ...
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
@@ -246,8 +249,8 @@ class _Search:
     known: dict[Candidate, Evaluated | ShardwiseError] = field(default_factory=dict)
     splits: dict[tuple[int, ...], ShardwiseError | None] = field(default_factory=dict)
     """Why the model cannot be split so, or `None` if it can."""
-    slow: set[Candidate] = field(default_factory=set)
-    """Those that were not evaluated because what they compute takes too long."""
+    closer: dict[Candidate, Bound] = field(default_factory=dict)
+    """Bounds of those that were looked at more closely."""
     outside: set[Candidate] = field(default_factory=set)
     """Neighbours that were evaluated to say why not, and are no candidates: such as presets that were not asked for."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -315,6 +318,24 @@ class _Search:
     def _may_fit(self, bound: Bound) -> bool:
         on_host = self.limits.host_bytes is None or bound.host_bytes <= self.limits.host_bytes
         return bound.device_bytes <= self.limits.device_bytes and on_host
+
+    def look(self, candidate: Candidate, bound: Bound, *, itself: bool = False) -> Bound:
+        """A bound as close as it can be without a program, by what is known so far, or of the candidate `itself`: see
+        [Note: least steps]."""
+        closer = self.closer[candidate] = self._closer(candidate, bound, itself=itself)
+        return closer
+
+    def _closer(self, candidate: Candidate, bound: Bound, *, itself: bool) -> Bound:
+        if self.why_unsplit(candidate) is not None:
+            return bound
+        try:
+            least = self.subject.least(candidate, itself=itself)
+        except REFUSALS:
+            return bound  # the reason is found when it is evaluated
+        seconds = least.seconds_beside(bound.communicating, self.subject.hardware.contention)
+        num_bytes = bound.bytes_with(least.loads, grad_waits=candidate.has_gradients_beside)
+        is_own = least.is_own
+        return replace(bound, seconds=max(bound.seconds, seconds), device_bytes=num_bytes, is_own=is_own)
 
     def least(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective is at least."""
@@ -402,9 +423,10 @@ class _Search:
     def _least_relieved(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective is at least if the host updates what the device has no room for."""
         found, hardware = self.known.get(candidate), self.subject.hardware
-        device_bytes = found.device_bytes if isinstance(found, Evaluated) else bound.device_bytes
+        closer = self.look(candidate, bound)
+        device_bytes = found.device_bytes if isinstance(found, Evaluated) else closer.device_bytes
         numel = max(0.0, device_bytes - self.limits.device_bytes) / MOST_BYTES
-        return self.spent(candidate, self.subject.least_seconds(candidate) + hardware.host_update_seconds(numel))
+        return self.spent(candidate, closer.seconds + hardware.host_update_seconds(numel))
 
     def _known_best(self) -> list[Ranked]:
         climb = _Climb(self)
@@ -414,52 +436,44 @@ class _Search:
         return climb.best
 
     def _best_of(self, bounded: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
-        """The best that fit."""
-        queue = sorted(bounded, key=lambda one: self._guess(*one))
-        by_split: dict[object, tuple[Candidate, Bound]] = {}
-        for candidate, bound in queue:
-            by_split.setdefault(candidate.split, (candidate, bound))
+        """The best that fit. Whichever may be the best comes next: it is looked at closely, and when its turn comes
+        again and no more is known of it, evaluated. What is slower than the best few by its bound never is."""
         climb = _Climb(self)
         for candidate, found in self.known.items():
             climb.take(candidate, found)
-        for candidate, bound in by_split.values():
-            if not climb.is_slower(candidate, than=1):  # it may come later, but is not the best
-                climb.visit(candidate, bound)
-            if climb.num_evaluated >= self.most_evaluated // 2 and climb.best:
-                break
-        done: set[Candidate] = set()
-        rest, likeness = iter(queue), _Likeness(queue)
-        while climb.num_evaluated < self.most_evaluated:
-            top = next((one.candidate for one in climb.best if one.candidate not in done), None)
-            if top is not None:
-                done.add(top)
-                near = likeness.near(top)
-            else:  # nothing near the best ones is better: whatever comes first
-                near = [one for one in [next(rest, None)] if one is not None]
-                if not near:
-                    break
-            for candidate, bound in near:
-                if climb.num_evaluated < self.most_evaluated:
-                    climb.visit(candidate, bound)
-        for candidate, bound in queue if not climb.best else ():  # nothing fits so far: every one is tried
-            if climb.num_evaluated >= NUM_DESPERATE * self.most_evaluated or len(climb.best) == NUM_BEST:
-                break
-            climb.visit(candidate, bound)
+        queue = [
+            (self._guess(candidate, bound), place, candidate, bound) for place, (candidate, bound) in enumerate(bounded)
+        ]
+        heapify(queue)
+        most = self.most_evaluated
+        while queue and climb.num_evaluated < (most if climb.best else NUM_DESPERATE * most):
+            _, place, candidate, bound = heappop(queue)
+            if candidate in self.known or climb.is_worse(candidate, bound):
+                continue
+            is_first = candidate not in self.closer
+            closer = self.look(candidate, bound, itself=not is_first)
+            if is_first or closer.seconds > bound.seconds or not self._may_fit(closer):
+                if self._may_fit(closer):
+                    heappush(queue, (self._guess(candidate, closer), place, candidate, closer))
+                continue
+            climb.visit(candidate)
         return climb.best
 
     def _count_left(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> None:
         """Those that were not evaluated: pruned by their bounds, or left."""
         climb = _Climb(self, best)
-        unknown = [one for one in bounded if one[0] not in self.known]
-        self.num_left = sum(one[0] not in self.slow and not climb.is_worse(*one) for one in unknown)
+        unknown = [(one, self.closer.get(one, bound)) for one, bound in bounded if one not in self.known]
+        self.num_left = sum(self._may_fit(bound) and not climb.is_worse(one, bound) for one, bound in unknown)
         self.num_pruned += len(unknown) - self.num_left
 
     def _guess(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective may be, for the order in which candidates are tried: it decides nothing else. Messages
-        within layers and many small micro-batches cost something that bounds do not know; what fills a device to the
-        brim seldom fits."""
+        within layers and many small micro-batches cost something that a rough bound does not know; and what fills a
+        device to the brim by that seldom fits. What has to be rehearsed may wait for what has been."""
         if self.objective == "memory":
             return bound.device_bytes
+        if candidate in self.closer:
+            return self.spent(candidate, bound.seconds * (1.0 if bound.is_own else MARGIN))
         within = candidate.size("tp") * candidate.size("sp")
         split = 1 + 0.04 * math.sqrt(within - 1) + 0.01 * math.sqrt(candidate.accumulate)
         brim = 1.5 if MARGIN * bound.device_bytes > self.limits.device_bytes else 1.0
@@ -658,25 +672,9 @@ class _Climb:
             self.owner.objective
         )
 
-    def is_slower(self, candidate: Candidate, than: int = NUM_BEST) -> bool:
-        """Whether what it computes already takes longer than as many of the best."""
+    def visit(self, candidate: Candidate) -> None:
+        """Evaluate it."""
         owner = self.owner
-        if len(self.best) < than or owner.objective == "memory" or owner.why_unsplit(candidate) is not None:
-            return False
-        try:
-            seconds = owner.subject.least_seconds(candidate)
-        except REFUSALS:
-            return False  # the reason is found when it is evaluated
-        return owner.spent(candidate, seconds) >= self.best[than - 1].cost(owner.objective)
-
-    def visit(self, candidate: Candidate, bound: Bound) -> None:
-        """Evaluate it, unless that is known, or it cannot be among the best."""
-        owner = self.owner
-        if candidate in owner.known or candidate in owner.slow or self.is_worse(candidate, bound):
-            return
-        if self.is_slower(candidate):
-            owner.slow.add(candidate)
-            return
         found = owner.evaluate(candidate)
         self.num_evaluated += owner.why_unsplit(candidate) is None
         if isinstance(found, ShardwiseError):
@@ -698,36 +696,7 @@ def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
         yield replace(candidate, preset=ON_DEVICE[0], sizes=order)
 
 
-class _Likeness:
-    """Candidates in the order of a queue, by what those that differ in one thing have in common: how they split the
-    model, or all else. So of many thousands few are compared."""
-
-    def __init__(self, queue: Sequence[tuple[Candidate, Bound]]) -> None:
-        self._queue = queue
-        self._alike: dict[object, list[int]] = {}
-        for place, (candidate, _) in enumerate(queue):
-            for key in (candidate.split, _treatment(candidate)):
-                self._alike.setdefault(key, []).append(place)
-
-    def near(self, top: Candidate) -> list[tuple[Candidate, Bound]]:
-        """Those that differ from `top` in one thing."""
-        places = {place for key in (top.split, _treatment(top)) for place in self._alike.get(key, ())}
-        return [self._queue[place] for place in sorted(places) if _differ_in_one(self._queue[place][0], top)]
-
-
-def _treatment(candidate: Candidate) -> tuple[object, ...]:
-    """What does not come with how the model is split, unlike schedules and micro-batches."""
-    return candidate.preset, candidate.policy, candidate.precision, candidate.wires, candidate.offload
-
-
-def _differ_in_one(one: Candidate, other: Candidate) -> bool:
-    """Whether they differ in one thing; a schedule and micro-batches come with the split."""
-    num = sum(mine != others for mine, others in zip(_treatment(one), _treatment(other), strict=True))
-    if one.split != other.split:
-        return num == 0
-    return num + (one.rows != other.rows) + ((one.schedule, one.chunks) != (other.schedule, other.chunks)) == 1
-
-
+@dataclass
 class _KnownSizes:
     """`Bounds` that ask for the size of the model under a treatment when it is first needed."""
 

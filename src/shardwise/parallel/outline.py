@@ -52,12 +52,17 @@ def outline(
     *,
     parts: Boxes | None = None,
     had: ExpertSplit | None = None,
+    stages: StageLayout | None = None,
+    like: Outline | None = None,
 ) -> Outline:
     """For `rank` of `mesh`. A model that is already sharded comes with its `parts`, and how its experts are split.
 
+    `stages` are those of a pipeline, and `like` is the outline for another preset, other stages or other ranks that
+    read different samples, if they are known: nothing else may differ.
+
     Raises `ConfigError` or `ModelError` if the plan is impossible for this model.
     """
-    experts = expert_split(model, plan, mesh, rank, had)
+    experts = expert_split(model, plan, mesh, rank, had) if like is None else like.experts
     rows = rows_for(model, plan, mesh, experts, parts)
     tables = [table.on(mesh) for table in {row.table for row in rows.values()}]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
@@ -65,8 +70,10 @@ def outline(
 
         check_model(model, plan)
     check_backend(plan.compile, stays_whole=all(table.stays_whole for table in tables))
-    split = split_of(model, plan, mesh, rank, experts) if parts is None else None
-    if parts is None:
+    split = split_of(model, plan, mesh, rank, experts) if parts is None and like is None else None
+    if like is not None:
+        split, boxes = like.split, like.boxes
+    elif parts is None:
         boxes = boxes_for(model, mesh, rank, split, experts)
     else:
         boxes = boxes_after(model, mesh, rank, parts, had, experts)
@@ -75,20 +82,19 @@ def outline(
             f"paths is by_rank, but along {STAGES} ranks also wait for what other stages send, so all call the same "
             f"modules. Leave paths out of the plan, or {STAGES} out of the mesh."
         )
-    stages = None
-    if mesh.has_stages:
+    if mesh.has_stages and stages is None:
         from shardwise.parallel.pipeline import stage_layout  # only plans with a pipeline load it
 
         stages = stage_layout(model, plan, mesh)
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
-    choices = choose_units(model, plan, parts)
+    choices = choose_units(model, plan, parts) if like is None else like.choices
     if mesh.island_axes or plan.says_islands:
         from shardwise.plan.placement.islands import check_islands  # only plans with islands load it
 
         check_islands(plan, mesh, sum(any(one.requires_grad for one in unit.params.values()) for unit in choices))
         if stages is not None and plan.islands.fragments > 1:
             _check_fragments_of_stages(model, plan, stages)
-    treatments = treatments_for(model, choices, plan)
+    treatments = treatments_for(model, choices, plan) if like is None else like.treatments
     if stages is not None:
         treatments.check_stages(model, stages.pieces)
     return Outline(choices, rows, boxes, split, experts, stages, treatments)

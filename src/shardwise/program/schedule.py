@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 from shardwise.errors import ConfigError, ProgramError, nearest
@@ -190,6 +191,7 @@ SCHEDULES: Mapping[str, Kind] = {
 }
 
 
+@lru_cache(maxsize=64)
 def schedule_for(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """The schedule called `name`, checked. Raises `ConfigError` for an unknown one, or for sizes that it cannot
     have."""
