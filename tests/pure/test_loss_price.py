@@ -18,7 +18,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import mesh_for, table_for
 
 MIB = 2**20
-REGROUPED = Job.exit_seconds + Job.regroup_seconds
+REGROUPED = 0.2
 """Of four example units of 2**20 parameters with two states each: 48 MiB of state in all."""
 
 
@@ -37,8 +37,9 @@ def test_the_others_repeat_a_step_and_read_their_new_range() -> None:
     assert (one.num_lost, one.why_restarted, one.num_steps) == (1, "", 1.0)
     assert one.read_bytes == 48 * MIB // 3
     assert one.seconds == REGROUPED
+    assert prices(per_host=2, preset="zero3")["rank"].seconds == Job.exit_seconds + Job.regroup_seconds
     assert str(one) == (
-        "one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16.0 MiB from memory; 1 rank is "
+        "one rank: the others stand for 200 ms, and 1 step again; each reads up to 16.0 MiB from memory; 1 rank is "
         "missing until as many join"
     )
 
@@ -120,7 +121,7 @@ def test_explain_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "what a loss costs an elastic job one rank: the others stand for 1.1 s, and 1 step again" in shown
     explained("infinity", "--world", "4", "--set", f"disk={tmp_path}")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16.0 MiB from a disk;" in shown
+    assert "one rank: the others stand for 200 ms, and 1 step again; each reads up to 16.0 MiB from a disk;" in shown
     explained("zero3", "--world", "1")
     assert "what a loss costs" not in capsys.readouterr().out
     explained("ddp", "--world", "4", "--optimizer", "onebit-adam")

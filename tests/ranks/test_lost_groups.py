@@ -110,7 +110,8 @@ def test_the_others_read_what_a_spare_shares_with_them(tmp_path: Path) -> None:
 
 
 def _ranks_die(axis: str, way: str, mesh: dict[str, int], folder: Path, draw: random.Random) -> None:
-    """At any collective, also of a recovery: one, perhaps with another in its place, or as many as there may be."""
+    """At any collective, also of a recovery: one, perhaps with another in its place, or as many as there may be. Six
+    ranks with experts have different numbers of rows, which is refused in a plain loop."""
     own, num_ranks, num_groups = AXES[axis], math.prod(mesh.values()), mesh.get("dp", 1)
     most = num_groups - 1 if own.has_groups else 2  # a third might come while a spare joins, which ends then
     deaths = {
@@ -126,7 +127,7 @@ def _ranks_die(axis: str, way: str, mesh: dict[str, int], folder: Path, draw: ra
         folder,
         way=way,
         mesh=mesh,
-        loop=draw.choice(own.loops),
+        loop=draw.choice([loop for loop in own.loops if loop != "plain" or axis != "ep" or num_ranks != 6]),
         settings={"tensor": TENSOR} if "tp" in mesh else {},
         shares_memory=draw.random() < 0.6,
         num_newcomers=int(is_replaced),
