@@ -438,17 +438,19 @@ class Bounds:
         gathered = size.largest_unit_numel * width / (candidate.size("tp") * candidate.size("ep"))
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         gathering = reducing = 0.0
+        blocks = size.num_blocks / candidate.size("pp")  # of the average rank, each of which is a message of its own
         if table.param.shard:
             again = numel - gathered / width  # one unit stays from its forward to its backward
-            passes = ((numel, table.param.shard), (again, table.held.shard))
+            passes = ((numel, blocks, table.param.shard), (again, blocks - 1, table.held.shard))
             if mesh.has_stages:  # one stays from each pass to the next, and what is held stays for the whole step
-                passes = ((again, table.held.shard), (again, table.held.shard))
-            for some, shard in passes:
+                passes = ((again, blocks - 1, table.held.shard), (again, blocks - 1, table.held.shard))
+            for some, num, shard in passes:
                 of_param = table.param_codes, table.param_wire
-                gathering += self._sending("all_gather", some, width, mesh, shard, *of_param)
+                gathering += self._sending("all_gather", some, num, width, mesh, shard, *of_param)
         if table.grad.shard and table.grad.shard == table.optim.shard:
             of_grad = table.grad_codes, table.grad_wire
-            reducing = self._sending("reduce_scatter", numel, width, mesh, table.grad.shard, *of_grad)
+            num = blocks if trained == numel else 1.0
+            reducing = self._sending("reduce_scatter", numel, num, width, mesh, table.grad.shard, *of_grad)
         return _Apart(
             resting=resting("device"),
             grad=on("device", table.grad.tier, trained * WIDTH[table.grad.dtype], table.grad.shard),
@@ -487,28 +489,36 @@ class Bounds:
         return max(copying, num_local * numel / host.adam_elements_per_second)
 
     def _sending(
-        self, kind: str, numel: float, width: int, mesh: Mesh, shard: Axes, codes: Codes | None, wire: Wire | None
+        self,
+        kind: str,
+        numel: float,
+        num: float,
+        width: int,
+        mesh: Mesh,
+        shard: Axes,
+        codes: Codes | None,
+        wire: Wire | None,
     ) -> float:
-        """Of elements that are `width` bytes wide, unless their wire is narrower; or of their codes alone, along the
-        axes that have them, of what is left of a buffer there."""
+        """Of elements in `num` messages, that are `width` bytes wide, unless their wire is narrower; or of their codes
+        alone, along the axes that have them, of what is left of a buffer there."""
         if numel <= 0 or not shard:
             return 0.0
         if codes is None:
             num_bytes = numel * min(width, WIDTH[wire.dtype] if wire is not None else width)
-            return self._collective(kind, num_bytes, mesh, shard)
+            return self._collective(kind, num_bytes, num, mesh, shard)
         axes = [axis for axis in shard if axis in codes.axes]
         if not axes:
             return 0.0
         left = numel / math.prod(mesh.size(axis) for axis in shard if axis not in axes)
         kind = kind if kind == "all_gather" else "all_to_all"  # ranks add up what others have made codes
-        return self._collective(kind, left * codes.bytes_per_element, mesh, axes)
+        return self._collective(kind, left * codes.bytes_per_element, num, mesh, axes)
 
-    def _collective(self, kind: str, num_bytes: float, mesh: Mesh, axes: Sequence[str]) -> float:
-        """Along `axes`, which lie next to each other in the mesh."""
+    def _collective(self, kind: str, num_bytes: float, num: float, mesh: Mesh, axes: Sequence[str]) -> float:
+        """Of `num` messages along `axes`, which lie next to each other in the mesh."""
         key = kind, math.prod(mesh.size(axis) for axis in axes), mesh.stride(axes[-1])
         if key not in self._prices:
             ranks = range(0, key[1] * key[2], key[2])
             price = self.hardware.collective_seconds
             self._prices[key] = price(kind, 0, ranks), price(kind, 2**30, ranks)
         none, one = self._prices[key]  # seconds are affine in bytes
-        return none + num_bytes * (one - none) / 2**30
+        return max(1.0, num) * none + num_bytes * (one - none) / 2**30
