@@ -34,7 +34,7 @@ def test_training_continues_on_a_full_disk(first: str, tmp_path: Path) -> None:
     assert found["damaged"] == 0
     record = "The run's record" if first == "later" else "record.jsonl cannot be written"
     assert [text for text in found["warnings"] if record in text], found["warnings"]
-    assert [text for text in found["warnings"] if "the tracker CSV cannot be written" in text], found["warnings"]
+    assert [text for text in found["warnings"] if "the tracker csv cannot be written" in text], found["warnings"]
     of_the_disk = [text for text in found["warnings"] if "cannot be written" in text or "No space left" in text]
     assert len(of_the_disk) <= 6, f"said once, not in each step: {of_the_disk}"
     if first == "later":
