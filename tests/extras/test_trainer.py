@@ -364,7 +364,7 @@ def test_a_loss_may_have_parameters_that_are_in_the_model() -> None:
     plain = begin(1, jobs.with_a_head_of_the_loss, None, in_model=True, rows_of_a_rank=4)
     ours = on_ranks(2, jobs.with_a_head_of_the_loss, "zero3", in_model=True)[0]
     assert_same(ours, plain()[0])
-    with pytest.raises(RuntimeError, match=r"and of other modules.* model\.loss_head = loss\.head"):
+    with pytest.raises(RuntimeError, match=r"not prepared with it.* model\.loss_head = loss\.head"):
         on_ranks(2, jobs.with_a_head_of_the_loss, "zero3", in_model=False)
 
 
