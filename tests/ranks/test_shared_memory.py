@@ -550,6 +550,28 @@ def test_pages_of_idle_blocks_are_given_back() -> None:
     assert _pages_bytes(file) < 2**20
 
 
+def test_first_values_for_stages_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stages send each other in a step is much smaller, and would never need these blocks."""
+    arenas: list[Arena] = []
+
+    class Known(Arena):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            arenas.append(self)
+
+    monkeypatch.setattr(neighbours, "Arena", Known)
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "pp": 2}}
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(4)))
+
+    def work(engine: sw.Engine) -> None:
+        assert not [block for arena in arenas for block in arena._blocks if block.num_bytes >= 600 * 600 * 4]
+
+    work_on_ranks(2, work, plan, build)
+    assert len(arenas) == 2
+
+
 def test_a_buffer_that_has_moved_gives_its_pages_back() -> None:
     """Each rank's own pages, except those in which a neighbour's part begins or ends."""
 
