@@ -129,10 +129,9 @@ class ModelSubject:
         if itself:
             self._derived(candidate)
         known, share, again = self._known_of(candidate)
-        mesh, stages = candidate.mesh, candidate.size("pp")
+        stages = candidate.size("pp")
         of_stages = (stages, candidate.chunks, candidate.schedule, candidate.parts) if stages > 1 else ()
-        sharing = tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in WITHIN)
-        key = _key(known), known.rows, candidate.policy, share, of_stages, sharing, candidate.accumulate
+        key = _key(known), known.rows, candidate.policy, share, of_stages, _sharing(candidate), candidate.accumulate
         if key not in self._least:
             self._least[key] = self._least_of(candidate, known, share, again)
         return self._least[key]
@@ -183,8 +182,7 @@ class ModelSubject:
 
     def _passes(self, candidate: Candidate, known: Candidate, share: float) -> list[StagePass]:
         """Of each stage of `candidate`."""
-        mesh, stages = candidate.mesh, candidate.size("pp")
-        sharing = tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in WITHIN)
+        stages, sharing = candidate.size("pp"), _sharing(candidate)
         splits = stages > 1 and SCHEDULES[candidate.schedule].splits_backward
         key = _key(known), share, sharing, stages, candidate.chunks, splits
         if key not in self._known_passes:
@@ -469,6 +467,11 @@ class _Stages:
             for rank in range(num_ranks) if mean else ():
                 shares[rank] = min(shares[rank], sum(sizes[rank::num_ranks]) / mean)
         return shares
+
+
+def _sharing(candidate: Candidate) -> Sharing:
+    mesh = candidate.mesh
+    return tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in WITHIN)
 
 
 def _of_model(candidate: Candidate) -> Candidate:
