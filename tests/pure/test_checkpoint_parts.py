@@ -157,6 +157,29 @@ def test_a_rank_of_the_same_job_takes_over_from_one_that_lives_and_is_not_the_fi
     assert FolderLock(tmp_path, "/dev/shm/job").acquire()
 
 
+@pytest.mark.parametrize("can_link", [True, False])
+def test_of_two_hosts_that_share_a_folder_and_a_process_number_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, can_link: bool
+) -> None:
+    """The other one comes, and is refused or not, while the first has written its draft and not yet linked it."""
+    link, others = os.link, []
+
+    def link_later(source: Path, target: Path) -> None:
+        if not others:
+            others.append(FolderLock(tmp_path))
+            others[0].acquire()
+            others[0].release()
+        if not can_link:
+            raise OSError(errno.EPERM, "no links here")
+        link(source, target)
+
+    monkeypatch.setattr("os.link", link_later)
+    lock = FolderLock(tmp_path)
+    assert lock.acquire()
+    lock.check()
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
 def test_a_lock_that_was_cut_off_holds_nobody_up(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text('{"host": "x", ')
     lock = FolderLock(tmp_path)

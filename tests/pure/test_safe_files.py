@@ -142,3 +142,14 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         draft.write_text("after")
         assert path.read_text() == "before"
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("latest", "after")]
+
+
+def test_two_who_replace_a_file_at_once_each_write_their_own_draft(tmp_path: Path) -> None:
+    """Threads of one process, or processes that have one number on two hosts."""
+    path = tmp_path / "latest"
+    with replaced(path) as first:
+        first.write_text("the first, which is longer")
+        with replaced(path) as second:
+            second.write_text("the second")
+        assert path.read_text() == "the second"
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("latest", "the first, which is longer")]

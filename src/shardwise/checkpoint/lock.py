@@ -21,7 +21,7 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError
 from shardwise.system.disk import Holder
-from shardwise.system.safe_files import read_own_text
+from shardwise.system.safe_files import draft_beside, read_own_text
 
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096
@@ -104,7 +104,7 @@ class FolderLock:
     def _make(self) -> bool:
         """Create the file with its content atomically, as a link to a complete file. False if another process was
         faster."""
-        mine = self._path.with_name(f"{LOCK}.{self._me.pid}")
+        mine = draft_beside(self._path)
         mine.write_text(json.dumps({**asdict(self._me), "job": self._job}))
         try:
             os.link(mine, self._path)

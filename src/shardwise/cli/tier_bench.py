@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ from shardwise.system.calibration import (
     write_calibration,
 )
 from shardwise.system.machine import num_cores
+from shardwise.system.safe_files import draft_beside
 from shardwise.system.units import format_bytes, format_count
 
 Rows = Sequence[Any]
@@ -59,7 +59,7 @@ def require_writable(path: Path) -> None:
     """Raise `ConfigError` unless a calibration can be kept at `path`."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder. Name a file: --calibration {path / 'calibration.json'}.")
-    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    probe = draft_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe.write_text("")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -189,11 +190,17 @@ def read_config_text(path: Path) -> str:
         raise ConfigError(f"{path} is not a text file: byte {error.start} is not UTF-8.") from error
 
 
+def draft_beside(path: Path) -> Path:
+    """A name beside `path` that nobody else writes to: on another host that shares the folder, or in another container,
+    a process may have the number of this one, and in this process another thread may write the same file."""
+    return path.with_name(f".{path.name.removeprefix('.')}.{os.getpid()}-{secrets.token_hex(4)}")
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A draft beside `path`, to be written inside, which then takes its place in one move: who reads `path` finds what
     was there or what is there, and never a part. If anything is raised, `path` stays as it is."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = draft_beside(path)
     try:
         yield draft
         draft.replace(path)
