@@ -80,6 +80,22 @@ class TestRecord:
         RunRecord.resume(path, step=7, plan=PLAN, world_size=2).close()
         assert read_record(path).header["kind"] == "run"
 
+    @pytest.mark.parametrize("text", ["", "\0" * 40 + "\n", '{"kind": "step", "step": 1}\n', "no\n{}\n", None])
+    def test_what_is_no_record_ends_no_run_that_resumes(
+        self, path: Path, text: str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path.parent.mkdir()
+        if text is None:
+            path.mkdir()
+        else:
+            path.write_text(text)
+        with RunRecord.resume(path, step=7, plan=PLAN, world_size=2) as record:
+            record.write("step", step=8, loss=4.0)
+        assert read_record(path).column("loss") == [(8, 4.0)]
+        (aside,) = (one for one in path.parent.iterdir() if one != path)
+        assert aside.is_dir() if text is None else aside.read_text() == text
+        assert [str(aside) in record.getMessage() for record in caplog.records] == [True]
+
     def test_a_crash_while_resuming_leaves_the_old_record(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with start(path) as record:
             record.write("step", step=1, loss=4.0)

@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import platform
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -94,11 +95,18 @@ class RunRecord:
         cls, path: str | Path, *, step: int, plan: Mapping[str, Any], world_size: int, **more: object
     ) -> RunRecord:
         """Continue after `step`: later lines of the old run are dropped, except its faults. A missing record is
-        begun. Damaged lines are dropped with a warning, since a run must not end because of its record."""
+        begun. Damaged lines are dropped with a warning, and a file that is no record is kept beside the one that is
+        begun, since a run must not end because of its record."""
         path = Path(path)
         if not path.exists():
             return cls.start(path, plan=plan, world_size=world_size, **more)
-        old = RecordReader(path, keep=lambda line: line).read()
+        try:
+            old = RecordReader(path, keep=lambda line: line).read()
+        except ShardwiseError as error:
+            aside = path.with_suffix(f".damaged-{secrets.token_hex(4)}")
+            path.rename(aside)
+            _LOG.warning("%s What was there is now %s, and the record begins anew after step %d.", error, aside, step)
+            return cls.start(path, plan=plan, world_size=world_size, **more)
         if old.num_damaged:
             _LOG.warning("%s had damaged lines (%d), which were dropped.", path, old.num_damaged)
         kept = [line for line in old.lines if line["step"] <= step or line["kind"] == "fault"]
