@@ -7,7 +7,11 @@ expected, and what to do next. `ShardwiseError` is the base class of all of them
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of `OSError` that more space cures."""
 
 
 class ShardwiseError(Exception):
@@ -131,6 +135,14 @@ class TierError(ShardwiseError, RuntimeError):
 
 class LaunchError(ShardwiseError, RuntimeError):
     """A job that could not be started, or whose ranks failed."""
+
+
+def said_by(error: BaseException) -> str:
+    """Our own errors as they are; others with their type, and a full disk with what to do."""
+    if isinstance(error, ShardwiseError):
+        return str(error)
+    is_full = isinstance(error, OSError) and error.errno in NO_SPACE
+    return f"{type(error).__name__}: {error}.{' Free some space there, or give another folder.' if is_full else ''}"
 
 
 def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> ModelError:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from torch import nn
 from shardwise.checkpoint import formats
 from shardwise.checkpoint.formats.hf import open_files
 from shardwise.comm import World
-from shardwise.errors import CheckpointError, ConfigError, ModelError, ShardwiseError, nearest
+from shardwise.comm.agreed import Told, agreed
+from shardwise.errors import CheckpointError, ConfigError, ModelError, nearest
 from shardwise.init import Wishes, check_same_settings, deferred_init, device_for, end_recording
 from shardwise.init.files import INDEX, SINGLE, WeightFiles
 from shardwise.init.match import Match, match
@@ -37,7 +39,6 @@ from shardwise.system.named_folder import given_folder
 __all__ = ["load_for_inference"]
 
 Tensor = torch.Tensor
-Result = TypeVar("Result")
 Folder = str | Path | Sequence[str | Path]
 _SAFE = ".safetensors"
 _MOST_RUNS = 1024
@@ -88,7 +89,10 @@ def load_for_inference(
     try:
         asked = {"mesh": dict(mesh or {}), "weights": weights, "dtype": str(dtype), "folder given": folder is not None}
         check_same_settings(asked, "arguments of load_for_inference", joined)
-        found = _agreed(joined, lambda: _built(folder, dtype)) if model is None else model
+        found = model
+        if found is None:
+            with _agreed(joined):
+                found = _built(folder, dtype)
         ranks = Mesh.of(_axes(mesh), joined.size)
         _lay(found, folder, ranks, joined, dtype, weights, device)
     except BaseException as error:
@@ -112,9 +116,13 @@ def _lay(
     target = device_for(model, own, Wishes(device=None if device is None else torch.device(device)), world)
     plan = load_plan({"preset": "ddp", "mesh": mesh.named_sizes})
     split = split_of(model, plan, mesh, world.rank)
-    source = None if folder is None else _agreed(world, lambda: match(model, _opened(folder), strict=True))
+    source: Match | None = None
+    if folder is not None:
+        with _agreed(world):
+            source = match(model, _opened(folder), strict=True)
     model.requires_grad_(False).eval()
-    _agreed(world, lambda: _fill(model, source, split, dtype, target, form))
+    with _agreed(world):
+        _fill(model, source, split, dtype, target, form)
     if split is not None:
         carry_out_split(model, split, mesh, world, target)
         group = world.group(mesh, AXIS)
@@ -133,19 +141,8 @@ def _axes(mesh: Mapping[str, int] | None) -> dict[str, int]:
     return asked if any(axis != AXIS for axis in asked) else {"dp": -1, **asked}
 
 
-def _agreed(world: World, work: Callable[[], Result]) -> Result:
-    """The result of `work`, which sends nothing. If it fails on any rank, all raise the first error."""
-    found: list[Result] = []
-    refusal = ""
-    try:
-        found.append(work())
-    except ShardwiseError as error:
-        refusal = f"{type(error).__name__}:{error}"
-    refusals = [one for one in world.exchange(refusal.encode(), "inference") if one]
-    if refusals:
-        kind, _, text = refusals[0].decode().partition(":")
-        raise {"CheckpointError": CheckpointError, "ConfigError": ConfigError}.get(kind, ModelError)(text)
-    return found[0]
+def _agreed(world: World) -> AbstractContextManager[Told]:
+    return agreed(world, "inference", CheckpointError, ConfigError, ModelError)
 
 
 def _built(folder: Folder | None, dtype: torch.dtype | None) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from shardwise.checkpoint.read_plan import Recipe, fill, plan, read_and_check
 from shardwise.checkpoint.same import check_same_groups, check_same_model, check_same_optimizer, check_same_settings
 from shardwise.checkpoint.wrappers import named_as
 from shardwise.comm import World
+from shardwise.comm.agreed import Failure, agreed
 from shardwise.errors import CheckpointError, CommError
 from shardwise.optim import AdoptedOptimizer
 from shardwise.system.machine import num_cores
@@ -54,20 +54,17 @@ def find(folder: Path, world: World, if_none: Callable[[Path], object] = lambda 
     All ranks raise `CheckpointError` if it cannot look into the folder, or `newest` raises, or, where there is none in
     a folder that exists, `if_none(folder)`.
     """
-    mine = {}
-    if world.rank == 0:
-        try:
-            found = newest(folder)
-            if found is None and folder.is_dir():
-                if_none(folder)
-            mine = {"path": None if found is None else str(found)}
-        except (CheckpointError, OSError) as error:
-            is_ours = isinstance(error, CheckpointError)
-            mine = {"error": str(error) if is_ours else f"{folder} cannot be looked into: {error}."}
-    answer = json.loads(world.exchange(json.dumps(mine).encode(), "index")[0])
-    if "error" in answer:
-        raise CheckpointError(answer["error"])
-    return None if answer["path"] is None else Path(answer["path"])
+    with agreed(world, "index", CheckpointError) as told:
+        if world.rank == 0:
+            try:
+                found = newest(folder)
+                if found is None and folder.is_dir():
+                    if_none(folder)
+            except OSError as error:
+                raise CheckpointError(f"{folder} cannot be looked into: {error}.") from error
+            told.mine = None if found is None else str(found)
+    path = told.by_rank[0]
+    return None if path is None else Path(path)
 
 
 def load(
@@ -85,7 +82,7 @@ def load(
     """
     objects, before = objects or {}, dict[str, Any]()
     with _reader(path, content, world) as reader, _undone_on_refusal(objects, before):
-        with _agreed(world):
+        with agreed(world, "loaded", CheckpointError):
             check_same_model(path, reader, content, world)
             check_same_groups(path, reader.index, content, optimizer)
             check_same_optimizer(path, reader, content, optimizer)
@@ -97,9 +94,7 @@ def load(
             before |= {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
             _load_objects(path, objects, recipe.memories)
         before_change()
-        with _agreed(
-            world, "The checkpoint changed while it was read, and the model now has parts of it. Resume again. "
-        ):
+        with agreed(world, "loaded", CheckpointError, worded=_half_read):
             fill(recipe, reader, optimizer)
         if recipe.generators is not None:
             rng.restore(recipe.generators, world.rank_device)
@@ -116,26 +111,15 @@ def _num_threads(world: World) -> int:
 
 @contextmanager
 def _reader(path: Path, content: Content, world: World) -> Iterator[Reader]:
-    with _agreed(world):
+    with agreed(world, "loaded", CheckpointError):
         index = named_as(read_index(path), [*content.shapes, *content.ties])
         reader = Reader(path, index, _num_threads(world))
     with reader:
         yield reader
 
 
-@contextmanager
-def _agreed(world: World, prefix: str = "") -> Iterator[None]:
-    """If a rank raises inside, all raise on leaving, with the message of the first."""
-    refusal = ""
-    cause: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # the others must learn of it, whatever it is
-        refusal = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        cause = error
-    refusals = [message.decode() for message in world.exchange(refusal.encode(errors="backslashreplace"), "loaded")]
-    if any(refusals):
-        raise CheckpointError(prefix + next(text for text in refusals if text)) from cause
+def _half_read(failure: Failure) -> str:
+    return f"The checkpoint changed while it was read, and the model now has parts of it. Resume again. {failure.text}"
 
 
 @contextmanager

@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.formats.drafts import remove_draft
-from shardwise.checkpoint.write import flush, said_by, write_text
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.checkpoint.write import flush, write_text
+from shardwise.errors import CheckpointError, ConfigError, said_by
 from shardwise.init.safetensors_headers import Stored, read_head
 from shardwise.system.named_folder import given_folder
 from shardwise.system.safe_files import inside, is_portable_name, read_json

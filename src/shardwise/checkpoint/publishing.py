@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -29,9 +29,10 @@ from shardwise.checkpoint.draft_notes import Notes, Writer, file_name
 from shardwise.checkpoint.formats.drafts import remove_draft, swap_in
 from shardwise.checkpoint.own_rows import BYTES, LostRankError, OwnRows, Row
 from shardwise.checkpoint.published import Published, Version
-from shardwise.checkpoint.write import leave_refusal, note_path, said_by
+from shardwise.checkpoint.write import leave_refusal, note_path
 from shardwise.comm import World
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.comm.agreed import agreed
+from shardwise.errors import CheckpointError, said_by
 
 Tensor = torch.Tensor
 Named = tuple[str, Tensor]
@@ -189,20 +190,17 @@ class Publisher:
 
     def _on_rank_0(self, world: World, work: Callable[[], str]) -> str:
         """What `work` returns on rank 0; all ranks raise what it meets. The others wait for their own rows."""
-        message: dict[str, Any] = {}
-        if world.rank:
-            if self._under_way is not None:
-                self._under_way.finish()
-        else:
-            try:
-                message["answer"] = work()
-            except (ShardwiseError, OSError) as error:
-                message["refusal"] = said_by(error)
-        told = json.loads(world.exchange(json.dumps(message).encode(), "publish")[0])
+        try:
+            with agreed(world, "publish", CheckpointError) as told:
+                if world.rank == 0:
+                    told.mine = work()
+                elif self._under_way is not None:
+                    self._under_way.finish()
+        except CheckpointError:
+            self._under_way = None
+            raise
         self._under_way = None
-        if "refusal" in told:
-            raise CheckpointError(told["refusal"])
-        answer: str = told["answer"]
+        answer: str = told.by_rank[0]
         return answer
 
 

@@ -37,9 +37,10 @@ from shardwise.checkpoint.json_codec import as_bytes, check_depth, encode
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.checkpoint.snapshot import Snapshot, stage_bytes
-from shardwise.checkpoint.write import Copying, Feed, leave_refusal, live, said_by, write_rank
+from shardwise.checkpoint.write import Copying, Feed, leave_refusal, live, write_rank
 from shardwise.comm import World
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
+from shardwise.comm.agreed import Failure, agreed
+from shardwise.errors import CheckpointError, ConfigError, StateError, said_by
 from shardwise.system.disk import Stage
 from shardwise.version import __version__
 
@@ -264,20 +265,17 @@ class Saver:
         lock.check()
 
     def _agree(self, work: Callable[[], Result], what: str) -> list[Result]:
-        """Run `work` on every rank and exchange the outcomes; if one failed, raise on all."""
-        try:
-            outcome: dict[str, Any] = {"result": work()}
-        except Exception as error:  # the others must learn of it, whatever it is
-            outcome = {"error": said_by(error), "kind": _kind_of(error).__name__}
-        outcomes = [json.loads(message) for message in self._world.exchange(json.dumps(outcome).encode(), "checkpoint")]
-        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if "error" in outcome]
-        if failed:
-            rank, failure = failed[0]
-            kind = _KINDS[failure["kind"]]
-            if kind in _WHOLE:
-                raise kind(failure["error"])
-            raise kind(f"{what}: rank {rank} reports: {failure['error']} What was there before is unchanged.")
-        return [outcome["result"] for outcome in outcomes]
+        """Run `work` on every rank, and return the results; if one failed, raise on all."""
+
+        def worded(failure: Failure) -> str:
+            if failure.kind in (AfterwardsError, StateError):
+                return failure.text  # it is complete
+            return f"{what}: rank {failure.rank} reports: {failure.text} What was there before is unchanged."
+
+        kinds = AfterwardsError, ConfigError, StateError, CheckpointError
+        with agreed(self._world, "checkpoint", *kinds, worded=worded) as told:
+            told.mine = work()
+        return told.by_rank
 
     # -- writing ----------------------------------------------------------------------------------------
 
@@ -453,14 +451,3 @@ def _index(request: Request, content: Content, notes: list[dict[str, Any]]) -> I
         chunks=[Chunk(**chunk) for note in notes for chunk in note["chunks"]],
         optimizer=content.optimizer,
     )
-
-
-_KINDS: dict[str, type[ShardwiseError]] = {
-    kind.__name__: kind for kind in (AfterwardsError, CheckpointError, ConfigError, StateError)
-}
-_WHOLE = (AfterwardsError, StateError)
-"""Errors with a complete message."""
-
-
-def _kind_of(error: Exception) -> type[ShardwiseError]:
-    return next((kind for kind in _KINDS.values() if isinstance(error, kind)), CheckpointError)

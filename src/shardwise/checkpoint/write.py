@@ -21,13 +21,10 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.image import WINDOW, Image, Sums
-from shardwise.errors import ShardwiseError
+from shardwise.errors import NO_SPACE, said_by
 from shardwise.system.devices import Event, RankDevice, Stream
 from shardwise.system.disk import open_direct, write_at
 from shardwise.system.safe_files import replaced
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FREE_SOME = " Free some space there, or give another folder."
 
 
 class Copying:
@@ -163,14 +160,6 @@ def leave_refusal(path: Path, error: BaseException) -> None:
             note_path(path).touch()
 
 
-def said_by(error: BaseException) -> str:
-    """Our own errors as they are; others with their type, and a full disk with what to do."""
-    if isinstance(error, ShardwiseError):
-        return str(error)
-    is_full = isinstance(error, OSError) and error.errno in _NO_SPACE
-    return f"{type(error).__name__}: {error}.{_FREE_SOME if is_full else ''}"
-
-
 def note_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
@@ -192,7 +181,7 @@ def flush(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno in (errno.EIO, *_NO_SPACE):
+        if error.errno in (errno.EIO, *NO_SPACE):
             raise
     finally:
         os.close(handle)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import DataGroup, World
+from shardwise.comm.agreed import agreed
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.init.deferred import Deferred, undefer
 from shardwise.init.files import WeightFiles
@@ -266,15 +267,8 @@ def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
     """Match the model with the files of `weights`; if any rank fails, all raise the first error."""
     if wishes.weights is None:
         return None
-    found, refusal = None, ""
-    try:
+    with agreed(world, "birth", CheckpointError, ModelError):
         found = match(model, WeightFiles(wishes.weights), strict=wishes.strict)
-    except (CheckpointError, ModelError) as error:
-        refusal = f"{type(error).__name__}:{error}"
-    refusals = [answer for answer in world.exchange(refusal.encode(), "birth") if answer]
-    if refusals or found is None:
-        kind, _, text = refusals[0].decode().partition(":")
-        raise (CheckpointError if kind == "CheckpointError" else ModelError)(text)
     if found.note and world.rank == 0:
         warnings.warn(found.note, stacklevel=2)
     return found

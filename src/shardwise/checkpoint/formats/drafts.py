@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.write import flush, put_in_place, said_by
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.write import flush, put_in_place
+from shardwise.errors import CheckpointError, said_by
 
 
 def refuse_to_overwrite(out: Path) -> None:
