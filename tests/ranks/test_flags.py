@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.system.flags import says_yes
 from shardwise.testing import run_ranks
 
 NO: Any = "no"
@@ -74,3 +75,8 @@ def test_what_is_true_or_false_in_other_ways_is_taken() -> None:
             return engine.any_rank(torch.tensor(True)), bool(engine.state_dict(rank_0_only=torch.tensor(False)))
 
     assert run_ranks(1, rank) == [(True, True)]
+
+
+def test_yes_is_said_in_the_words_that_accelerate_takes() -> None:
+    assert all(map(says_yes, ("1", "true", "True", "YES", "on", "y", "t", " true ", True)))
+    assert not any(map(says_yes, (None, "", "0", "false", "no", "off", "2", False)))

@@ -20,10 +20,10 @@ from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_deepspeed import TUNING_VARIABLE, USE_VARIABLE, read_with
 from shardwise.integrations.hf_zero3 import LIVE
 from shardwise.integrations.plans import PlanLike, without
+from shardwise.system.flags import says_yes
 from shardwise.system.printable import printable
 from shardwise.system.process_rank import process_rank_of
 
-_YES = ("true", "1", "yes")
 _LOG_WITH = "accelerator.log writes to the trackers set by log_with of Accelerator"
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 
@@ -179,7 +179,7 @@ class _State:
 def _plugin_of(arguments: dict[str, Any]) -> DeepSpeedPlugin | None:
     """The plugin among the arguments of an `Accelerator`, or the one that the environment selects. Removes both."""
     given = [one for one in (arguments.pop(name, None) for name in _PLUGINS) if one is not None]
-    is_selected = os.environ.pop(USE_VARIABLE, "false").lower() in _YES
+    is_selected = says_yes(os.environ.pop(USE_VARIABLE, None))
     if not given:
         return DeepSpeedPlugin() if is_selected else None
     if len(given) > 1 or isinstance(given[0], dict):

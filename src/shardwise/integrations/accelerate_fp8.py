@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.system.flags import says_yes
 
 PREFIX = "ACCELERATE_FP8_"
 _DELAYED = {"margin": 0, "interval": 1, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
@@ -114,7 +115,7 @@ def _in_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The fields that `accelerate launch` has put into the environment of ranks."""
 
     def flag(name: str) -> bool:
-        return environment.get(f"{PREFIX}{name}", "").lower() in ("1", "true", "yes")
+        return says_yes(environment.get(f"{PREFIX}{name}"))
 
     found: dict[str, Any] = {
         "fp8_format": environment.get(f"{PREFIX}FORMAT"),

@@ -42,6 +42,8 @@ _PLAIN = (
 )  # fmt: skip
 """Options with the same names as in a file of `accelerate config`."""
 _DYNAMO = ("dynamo_backend", "dynamo_mode")
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""Booleans on a command line."""
 _FLAGS = {
     "cpu": "use_cpu", "debug": "debug", "dynamo_use_fullgraph": "dynamo_use_fullgraph",
     "dynamo_use_dynamic": "dynamo_use_dynamic", "dynamo_use_regional_compilation": "dynamo_use_regional_compilation",
@@ -160,8 +162,8 @@ def _merge_section(merged: dict[str, Any], section: str, options: Mapping[str, s
 
 def _read(text: str) -> Any:
     """A value of the command line: a number in decimal digits, a boolean, or the text itself."""
-    if text.lower() in ("true", "yes", "on", "false", "no", "off"):
-        return text.lower() in ("true", "yes", "on")
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.system.flags import says_yes
+
 MEGATRON, PARALLELISM = "megatron_lm_", "parallelism_config_"
 """What the names of their settings begin with."""
 
@@ -21,11 +23,11 @@ def instead_of_megatron(settings: Mapping[str, Any]) -> str:
         "sp": _size(given.get("context_parallel_size")),
         "tp": _size(given.get("tp_degree")),
     }
-    plan: dict[str, Any] = {"preset": "zero1" if _is_on(given.get("use_distributed_optimizer")) else "ddp"}
+    plan: dict[str, Any] = {"preset": "zero1" if says_yes(given.get("use_distributed_optimizer")) else "ddp"}
     plan["mesh"] = {axis: size for axis, size in mesh.items() if size != 1}
-    if _is_on(given.get("sequence_parallelism")) and mesh["tp"] > 1:
+    if says_yes(given.get("sequence_parallelism")) and mesh["tp"] > 1:
         plan["tensor"] = {"sequence": True}
-    if _is_on(given.get("recompute_activations")):
+    if says_yes(given.get("recompute_activations")):
         plan["activations"] = "recompute"
     return _use("Megatron-LM is another engine for the same purpose", plan)
 
@@ -55,7 +57,3 @@ def _use(why: str, plan: Mapping[str, Any]) -> str:
 
 def _size(value: object) -> int:
     return max(1, int(str(value))) if str(value).isdecimal() else 1
-
-
-def _is_on(value: object) -> bool:
-    return str(value).lower() in ("true", "1", "yes")

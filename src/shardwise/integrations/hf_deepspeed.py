@@ -19,6 +19,7 @@ from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedC
 from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_zero3 import LIVE
+from shardwise.system.flags import says_yes
 
 CONFIG_ATTRIBUTE = "hf_deepspeed_config"
 """The attribute of `TrainingArguments` with its DeepSpeed config; the name is Transformers'."""
@@ -57,7 +58,7 @@ def take_over_arguments(arguments: Any) -> None:
     @functools.wraps(plain)
     def post_init(self: Any) -> None:
         given, self.deepspeed = self.deepspeed, None
-        is_asked_for = os.environ.pop(USE_VARIABLE, "false").lower() in ("true", "1", "yes")
+        is_asked_for = says_yes(os.environ.pop(USE_VARIABLE, None))
         try:
             plain(self)
         finally:

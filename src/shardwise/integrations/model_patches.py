@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.plans import has_stages
 from shardwise.plan.comm_hooks import instead_of_hook
+from shardwise.system.flags import says_yes
 from shardwise.system.own_hooks import hook
 
 _ZERO_GRAD = "zero_grad"
@@ -67,7 +68,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise ConfigError(f"{name}= selects {engine}, but shardwise uses a plan instead. Leave {name} out.")
     for variable, engine in _REFUSED_VARIABLES.items():
-        if os.environ.get(variable, "false").lower() in ("true", "1", "yes"):
+        if says_yes(os.environ.get(variable)):
             raise ConfigError(
                 f"{variable} is set, which selects {engine}, but shardwise uses a plan instead. Start the script with "
                 f"shardwise launch or torchrun."

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 from shardwise.errors import ConfigError
 
 _KINDS = ("bool", "bool | None")
+_YES = frozenset({"1", "t", "true", "y", "yes", "on"})
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
@@ -29,6 +30,12 @@ def takes_flags(function: Callable[Given, Made]) -> Callable[Given, Made]:
     # Frames are named by their code: what a rank waits in is said by the outermost one of this library.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return functools.wraps(function)(call)
+
+
+def says_yes(value: object) -> bool:
+    """Whether an environment variable or a setting of Accelerate's, which is text or already a boolean, says yes, in
+    any word that Accelerate's own `str_to_bool` takes for it."""
+    return str(value).strip().lower() in _YES
 
 
 def require_flag(given_as: str, value: object) -> None:
