@@ -7,7 +7,7 @@ import copy
 import errno
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -213,6 +213,28 @@ def test_tied_weights_of_a_checkpoint_are_one_tensor(tmp_path: Path) -> None:
     assert written["0.weight"].data_ptr() == written["1.weight"].data_ptr()
 
 
+def test_extra_states_are_in_a_state_dict_and_refused_where_only_tensors_are(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"seen": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state == {"seen": 3}
+
+    def rank_of(world: sw.World) -> None:
+        config = {"zero_optimization": {"stage": 3}}
+        engine, *_ = deepspeed.initialize(model=nn.Sequential(Counting(4, 4)), config=config, world=world)
+        engine.save_checkpoint(tmp_path)
+
+    run_ranks(1, rank_of)
+    convert = facade.stored.convert_zero_checkpoint_to_fp32_state_dict
+    convert(tmp_path, tmp_path / "out", max_shard_size="1KB")
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    nn.Sequential(Counting(4, 4)).load_state_dict(written)
+    with pytest.raises(CheckpointError, match=r"has 0\._extra_state, from get_extra_state"):
+        convert(tmp_path, tmp_path / "safe", safe_serialization=True)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_updated_one_by_one(stage: int) -> None:
     models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(RANKS)]
@@ -249,6 +271,26 @@ def test_generation_under_an_engine() -> None:
         engine.step()
 
     run_ranks(RANKS, rank_of)
+
+
+class Labels(NamedTuple):
+    target: Tensor
+    rest: dict[str, Tensor]
+
+
+def test_a_pipeline_is_given_labels_by_name() -> None:
+    def loss_of(output: Tensor, labels: Labels) -> Tensor:
+        return nn.functional.mse_loss(output, labels.target + labels.rest["more"])
+
+    layers = deepspeed.PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=loss_of)
+    labels = Labels(torch.zeros(2, 4), {"more": torch.ones(2, 4)})
+    wanted = loss_of(layers(torch.ones(2, 4)), labels).item()
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=layers, config=ADAM, world=world)
+        assert engine.train_batch(iter([(torch.ones(2, 4), labels)])).item() == pytest.approx(wanted, rel=1e-5)
+
+    run_ranks(1, rank_of)
 
 
 def test_a_pipeline_reads_from_what_it_is_given() -> None:
@@ -493,7 +535,7 @@ def test_small_functions(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> No
     assert isinstance(model[0][0], nn.ReLU)
     assert facade.required_torch_version(min_version=1.8)
     assert not facade.required_torch_version(max_version="2.0")
-    moved = facade.move_to_device({"a": [torch.ones(1)], "b": (1, "x")}, "meta")
+    moved = facade.pipe.move_to_device({"a": [torch.ones(1)], "b": (1, "x")}, "meta")
     assert moved["a"][0].is_meta
     assert moved["b"] == (1, "x")
     assert facade.instrument_w_nvtx(lambda value: value + 1)(1) == 2

@@ -217,7 +217,7 @@ def _runtime_modules() -> dict[str, dict[str, Any]]:
         "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
         "deepspeed.runtime.utils": {
             "empty_cache": empty_cache,
-            "move_to_device": move_to_device,
+            "move_to_device": pipe.move_to_device,
             "noop_context": nullcontext,
             "see_memory_usage": see_memory_usage,
             "set_random_seed": pipe.set_random_seed,
@@ -437,17 +437,6 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 def empty_cache() -> None:
     get_accelerator().empty_cache()
-
-
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """`item`, a tensor or lists, tuples and dicts of them, on `device`; only those that `criterion_func` accepts."""
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        moved = [move_to_device(value, device, criterion_func) for value in item]
-        return type(item)(*moved) if hasattr(item, "_fields") else type(item)(moved)
-    is_moved = hasattr(item, "to") if criterion_func is None else criterion_func(item)
-    return item.to(device) if is_moved else item
 
 
 def launch(args: list[str] | None = None) -> None:

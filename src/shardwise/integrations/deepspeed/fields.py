@@ -37,10 +37,6 @@ def _all(status: FieldStatus, why: str, **defaults: object) -> dict[str, Field]:
     return {name: Field(default, status, why) for name, default in defaults.items()}
 
 
-def _within(section: str, fields: Mapping[str, Field]) -> dict[str, Field]:
-    return {f"{section}.{name}": field for name, field in fields.items()}
-
-
 _BUCKETS = "there are no buckets: all tensors that are ready at the same time are sent together"
 _PREFETCH = "prefetch_bytes limits how far gathers run ahead; parameters are freed after their last use"
 _HONOURED = FieldStatus.HONOURED
@@ -299,7 +295,6 @@ MONITORS = {
 }
 """Sections of monitors: see `monitor.py`."""
 
-_PARALLEL_WRITE = {"parallel_write.pipeline_stage": False}
 _SECTIONS = {
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
@@ -341,7 +336,7 @@ _SECTIONS = {
         use_node_local_storage=False,
         checkpoint_serialization=True,
         writer=None,
-        **_PARALLEL_WRITE,
+        **{"parallel_write.pipeline_stage": False},
     )
     | _all(_HONOURED, "", tag_validation="Warn"),
     "pipeline": _all(_HONOURED, "", activation_checkpoint_interval=0, stages="auto", partition="best")
@@ -534,10 +529,11 @@ RENAMED = {
 }
 """Older or alternative names of fields."""
 
-FIELDS: dict[str, Field] = dict(_TOP)
-for _name, _fields in _SECTIONS.items():
-    FIELDS.update(_within(_name, _fields))
-SECTION_NAMES = frozenset(name for name in (*_SECTIONS, "tensor_parallel.tp", "checkpoint.parallel_write"))
+FIELDS: dict[str, Field] = {
+    **_TOP,
+    **{f"{section}.{name}": field for section, fields in _SECTIONS.items() for name, field in fields.items()},
+}
+SECTION_NAMES = frozenset((*_SECTIONS, "tensor_parallel.tp", "checkpoint.parallel_write"))
 
 
 def why_unknown(path: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 _SPACE = re.compile(r"(?:\s+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _KEY = re.compile(r"[^\s,:\[\]{}'\"]+")
@@ -38,7 +38,7 @@ class _Reader:
         self.text, self.at = text, 0
         self._make_object = make_object
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str) -> NoReturn:
         line = self.text.count("\n", 0, self.at) + 1
         column = self.at - self.text.rfind("\n", 0, self.at)
         raise ValueError(f"{what} (line {line}, column {column})")
@@ -87,7 +87,6 @@ class _Reader:
         found = _TEXT.match(self.text, self.at)
         if found is None:
             self.fail("text has no closing quote")
-            raise AssertionError
         self.at = found.end()
         inner = found[0][1:-1]
         if found[0][0] == "'":

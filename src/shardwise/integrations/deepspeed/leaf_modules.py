@@ -57,15 +57,16 @@ def _set(
 ) -> list[nn.Module]:
     wanted = list(classes)
 
-    def is_wanted(name: str, module: nn.Module) -> bool:
+    def is_wanted(module: nn.Module) -> bool:
         kind = type(module)
         known = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
         return any(one in known if isinstance(one, str) else isinstance(module, one) for one in wanted)
 
-    found = [module for name, module in model.named_modules() if is_wanted(name, module)]
+    found = list(filter(is_wanted, model.modules()))
     if not found and raise_if_not_found:
         raise ValueError(f"There are no modules of the classes {wanted} in the {type(model).__name__}.")
-    return _mark(found, flag)
+    _mark(found, flag)
+    return found
 
 
 def set_z3_leaf_modules_by_name(
@@ -100,13 +101,13 @@ def _set_each(
     model: nn.Module, matches: dict[str, list[nn.Module]], flag: bool, required: str | None
 ) -> tuple[list[nn.Module], list[str]]:
     missing = [one for one, found in matches.items() if not found]
-    _mark([module for found in matches.values() for module in found], flag)
+    every = list(dict.fromkeys(module for found in matches.values() for module in found))
+    _mark(every, flag)
     if missing and required is not None:
         raise ValueError(f"There are no modules {required} {missing} in the {type(model).__name__}.")
-    return list(dict.fromkeys(module for found in matches.values() for module in found)), missing
+    return every, missing
 
 
-def _mark(found: list[nn.Module], flag: bool) -> list[nn.Module]:
+def _mark(found: Iterable[nn.Module], flag: bool) -> None:
     for module in found:
         set_z3_leaf_module(module, flag)
-    return found

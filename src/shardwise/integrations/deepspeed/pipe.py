@@ -305,7 +305,8 @@ class PipelineEngine(DeepSpeedEngine):
             )
         if self._batch_fn is not None:
             pairs = [self._batch_fn(pair) for pair in pairs]
-        return [(_to(pair[0], self.device),) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
+        pairs = [move_to_device(tuple(pair), self.device) for pair in pairs]
+        return [(pair[0],) for pair in pairs], [pair[1] for pair in pairs]
 
 
 def _num_stages(given: int | None, topology: ProcessTopology | None) -> int:
@@ -347,10 +348,15 @@ def _built_layer(layer: nn.Module | LayerSpec | Callable[[Any], Any], first_of_k
     return made
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return type(value)(_to(item, device) for item in value) if isinstance(value, tuple | list) else value
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item`, a tensor or lists, tuples and dicts of them, on `device`; only those that `criterion_func` accepts."""
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        moved = [move_to_device(value, device, criterion_func) for value in item]
+        return type(item)(*moved) if hasattr(item, "_fields") else type(item)(moved)
+    is_moved = hasattr(item, "to") if criterion_func is None else criterion_func(item)
+    return item.to(device) if is_moved else item
 
 
 def _repeated(loader: Iterable[Any]) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardwise.checkpoint import formats
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, some
 from shardwise.integrations.deepspeed.tags import latest_tag
 from shardwise.system.units import parse_bytes
 
@@ -43,7 +43,8 @@ class StoredWeights(Mapping[str, Tensor]):
         self._dtype = dtype
         self._specs = {spec.name: spec for spec in source.weights}
         self._specs |= {name: self._specs[first] for name, first in source.ties.items()}
-        self._extra: dict[str, Any] = source.engine.get("extra_state", {})
+        self.extra: dict[str, Any] = source.engine.get("extra_state", {})
+        """What modules return from `get_extra_state`, by name."""
         self._last: tuple[str, Tensor] | None = None
         if excludes_frozen:
             self._exclude_frozen()
@@ -57,8 +58,8 @@ class StoredWeights(Mapping[str, Tensor]):
         self._specs = {name: spec for name, spec in self._specs.items() if spec.name in trained}
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._extra:
-            return self._extra[name]
+        if name in self.extra:
+            return self.extra[name]
         spec = self._specs[name]
         if self._last is None or self._last[0] != name:
             self._last = None  # freed before the next one is read
@@ -69,10 +70,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._specs
-        yield from self._extra
+        yield from self.extra
 
     def __len__(self) -> int:
-        return len(self._specs) + len(self._extra)
+        return len(self._specs) + len(self.extra)
 
     def read_all(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """What is stored under `names`, by default all; names of one parameter get the same tensor."""
@@ -85,7 +86,9 @@ class StoredWeights(Mapping[str, Tensor]):
         return found
 
     def num_bytes(self, name: str) -> int:
-        """The bytes of a tensor, after its conversion."""
+        """The bytes of a tensor, after its conversion. What modules give besides is small, and not counted."""
+        if name in self.extra:
+            return 0
         spec = self._specs[name]
         dtype = self._dtype if self._dtype is not None and spec.dtype.is_floating_point else spec.dtype
         return spec.numel * dtype.itemsize
@@ -114,9 +117,15 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write the whole `state_dict` into `output_dir`: `pytorch_model.bin`, or `model.safetensors`.
 
-    If it is larger than `max_shard_size`, into several files with an index.
+    If it is larger than `max_shard_size`, into several files with an index. Raises `CheckpointError` for what modules
+    return from `get_extra_state` with `safe_serialization`.
     """
     weights = _opened(checkpoint_dir, tag, dtype, exclude_frozen_parameters)
+    if safe_serialization and weights.extra:
+        raise CheckpointError(
+            f"{checkpoint_dir} has {some(weights.extra)}, from get_extra_state of modules, and safetensors holds named "
+            f"tensors alone. Leave out safe_serialization."
+        )
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     parts = _in_parts(weights, math.inf if max_shard_size is None else parse_bytes(max_shard_size))
     folder = Path(output_dir)
