@@ -374,6 +374,17 @@ def test_hidden_matrices_are_neither_embeddings_nor_heads() -> None:
         assert hidden == [f"blocks.{index}.{kind}.weight" for index in range(3) for kind in kinds]
 
 
+def test_matrices_of_a_model_as_wide_as_it_has_positions_are_hidden_ones() -> None:
+    model = nn.ModuleDict(
+        {"token": nn.Embedding(50, 16), "position": nn.Embedding(16, 16), "up": nn.Linear(16, 64)}
+        | {"down": nn.Linear(64, 16), "out": nn.Linear(16, 16), "head": nn.Linear(16, 50)}
+    )
+    hidden = hidden_matrices(model)
+    assert [name for name, param in model.named_parameters() if any(param is one for one in hidden)] == [
+        f"{name}.weight" for name in ("up", "down", "out")
+    ]
+
+
 def test_what_cannot_be_meant_is_refused(model: Transformer) -> None:
     with pytest.raises(ModelError, match=r"shape \[32\]. Put it into a group with use_muon=False"):
         Muon(model.parameters())
@@ -381,6 +392,14 @@ def test_what_cannot_be_meant_is_refused(model: Transformer) -> None:
         AdamW(model.parameters(), state_dtype="int4")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(ConfigError, match="iterate_in is 'fp16'"):
         Muon(hidden_matrices(model), iterate_in="fp16")  # type: ignore[arg-type]  # on purpose
+    for alone, added in (
+        (Muon(hidden_matrices(model)), {}),
+        (Muon(hidden_matrices(model)), {"use_muon": False, "iterate_in": "fp32"}),
+        (AdamW(hidden_matrices(model)), {"state_dtype": "int4"}),
+    ):
+        with pytest.raises((ConfigError, ModelError), match=r"use_muon=False|the same for all groups|state_dtype is"):
+            alone.add_param_group({"params": [nn.Parameter(torch.ones(3))], **added})
+        assert len(alone.param_groups) == 1
 
     def work(engine: sw.Engine) -> None:
         optimizer = inside.member(engine)

@@ -58,9 +58,10 @@ class AdamW(Cooperative):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": state_dtype}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            if group["state_dtype"] not in ("fp32", "bf16", "int8"):
-                raise ConfigError(f"state_dtype is {group['state_dtype']!r}; it is fp32, bf16 or int8.")
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        if group["state_dtype"] not in ("fp32", "bf16", "int8"):
+            raise ConfigError(f"state_dtype is {group['state_dtype']!r}; it is fp32, bf16 or int8.")
 
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
         return Update(state_of(group["state_dtype"], len(MOMENTS), param.numel()))

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.memory import Flat
-from shardwise.optim.piece import Piece
+from shardwise.optim.piece import Piece, homes_of
 from shardwise.optim.probe import updates_of
 from shardwise.plan.placement import Span
 from shardwise.program import Update
@@ -39,7 +39,7 @@ def added_group(
     raises; nothing has been changed then.
     """
     described = _described(param_group)
-    homes = {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
+    homes = homes_of(flats)
     owned = {piece.param for piece in pieces}
     add(param_group)
     group = member.param_groups[-1]
@@ -58,9 +58,8 @@ def added_group(
                 )
         updates = updates_of(member, [group])
         others = [other for other in members if other is not member]
-        if any(map(_looks_further, updates.values())) and any(
-            _looks_further(update) for other in others for update in updates_of(other, other.param_groups).values()
-        ):
+        theirs = [update for other in others for update in updates_of(other, other.param_groups).values()]
+        if any(update.looks_further for update in updates.values()) and any(one.looks_further for one in theirs):
             raise ModelError(
                 f"A parameter group with {described} was added, for which {type(member).__name__} looks at whole "
                 f"parameters, as another optimizer of this model does already. Put it into a group of that one."
@@ -69,10 +68,6 @@ def added_group(
         member.param_groups.pop()
         raise
     return GroupAdded(updates, [_empty(*homes[param]) for param in group["params"]])
-
-
-def _looks_further(update: Update) -> bool:
-    return update.needs_norm or bool(update.matrix) or update.sends_signs
 
 
 def _empty(flat: Flat, index: int) -> Piece:

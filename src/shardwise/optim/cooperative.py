@@ -109,6 +109,18 @@ class Cooperative(torch.optim.Optimizer):
     """Group settings that determine how this run stores its states, and are not restored from a checkpoint."""
     changes_update = False
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises what `check_group` does, and adds nothing then."""
+        super().add_param_group(param_group)
+        try:
+            self.check_group(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise an error for settings or parameters that it cannot update; `group` has all settings."""
+
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
         """What updating the whole `param` with the settings of `group` stores and requires.
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.optim.disk_check import require_no_counts, state_dtypes
-from shardwise.optim.host_adam import AdamTensors, HostAdam
+from shardwise.optim.host_adam import TORCHS_ADAMS, AdamTensors, HostAdam
 from shardwise.optim.trials import twin_of
 from shardwise.system.disk import BufferPool, IoQueue, SlicedFile, TierFolder
 from shardwise.system.disk.sliced_file import SLICE_NUMEL
@@ -23,7 +23,6 @@ from shardwise.system.telemetry import Timeline
 Tensor = torch.Tensor
 PARAM = "param"
 """The name of the master weights beside those of the states."""
-TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class DiskStates:

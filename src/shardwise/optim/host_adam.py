@@ -30,6 +30,9 @@ LANES = 64
 """Elements in a cache line or vector at most, for the narrowest dtype. Cuts between slices are multiples of it, so that
 every element is computed by the same instructions as in one call for the whole."""
 
+TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+"""Those whose step this computes; classes derived from them may do anything."""
+
 MANY_THREADS, FEWER_SLICES = 8, 4
 """Starting a slice takes the interpreter, which threads have in turns: with 16 of them, slices of 2^18 elements update
 1.3 G parameters/s, of 2^19 2.9, of 2^20 3.0, of 2^21 2.4 (bf16 gradients and parameters, on the host of an H200;

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from shardwise.memory import Flat, torch_dtype
-from shardwise.optim.host_adam import AdamTensors, HostAdam
-from shardwise.optim.piece import Piece
-from shardwise.plan.placement import Span
+from shardwise.optim.host_adam import TORCHS_ADAMS, AdamTensors, HostAdam
+from shardwise.optim.piece import Piece, span_in_masters
 from shardwise.program import step_parameters
 
 Tensor = torch.Tensor
-TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def takes(member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> bool:
@@ -74,10 +72,7 @@ def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
 def _tensors(piece: Piece, state: dict[str, Any], outgoing: Tensor | None) -> AdamTensors:
     param = piece.tensor
     assert param.grad is not None
-    out = None
-    if outgoing is not None:
-        mine = span_of(piece)
-        out = outgoing[mine.as_slice]
+    out = None if outgoing is None else outgoing[piece.in_masters.as_slice]
     maxima = state.get("max_exp_avg_sq")
     return AdamTensors(param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"], maxima, out)
 
@@ -89,23 +84,14 @@ def outgoing_of(flat: Flat, pieces: Sequence[Piece]) -> Tensor | None:
         return None
     stop = 0
     for span in sorted(
-        (span_of(piece) for piece in pieces if piece.tensor.grad is not None), key=lambda one: one.start
+        (piece.in_masters for piece in pieces if piece.tensor.grad is not None), key=lambda one: one.start
     ):
         if span.start != stop:
             return None
         stop = span.stop
-    if any(slot.span.overlap(flat.optim_span).numel and _within(slot.span, flat).stop > stop for slot in flat.slots):
+    if any(span.numel and span.stop > stop for span in (span_in_masters(flat, slot.span) for slot in flat.slots)):
         return None
     if flat.outgoing is None:
         flat.outgoing = flat.host.buffer(flat.optim_span.numel, torch_dtype(flat.spec.table.param.dtype))
     flat.outgoing[stop:].zero_()
     return flat.outgoing
-
-
-def span_of(piece: Piece) -> Span:
-    """The piece's range in its flat buffer's master weights on this rank."""
-    return _within(piece.flat.slots[piece.index].span, piece.flat)
-
-
-def _within(span: Span, flat: Flat) -> Span:
-    return span.overlap(flat.optim_span).within(flat.optim_span)

@@ -70,8 +70,7 @@ class PiecesInRows:
         flat, rows = piece.flat, piece.flat.rows
         if rows is None or not piece.span.numel or not flat.spec.updates_from_disk:
             return
-        mine = flat.slots[piece.index].span.overlap(flat.optim_span).within(flat.optim_span)
-        piece.tensor.data = flat.master_in_rows()[mine.as_slice]
+        piece.tensor.data = flat.master_in_rows()[piece.in_masters.as_slice]
         kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
         state = dict.get(kept, piece.tensor) or {}
         for key, value in list(state.items()):

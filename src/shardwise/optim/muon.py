@@ -7,7 +7,7 @@ in the author's `MuonWithAuxAdam`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -74,8 +74,19 @@ class Muon(Cooperative):
             "iterate_in": iterate_in,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check(group, self.param_groups[0])
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ConfigError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; it is original or match_rms_adamw.")
+        first = self.param_groups[0]["iterate_in"]
+        if group["iterate_in"] not in ("bf16", "fp32") or group["iterate_in"] != first:
+            raise ConfigError(f"iterate_in is {group['iterate_in']!r}; it is bf16 or fp32, the same for all groups.")
+        for param in group["params"] if group["use_muon"] else ():
+            if param.dim() != 2:
+                raise ModelError(
+                    f"Muon updates matrices, but a parameter has shape {list(param.shape)}. Put it into a group with "
+                    f"use_muon=False, which AdamW updates."
+                )
 
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
         if not group["use_muon"]:
@@ -163,10 +174,11 @@ def adjusted(lr: float, adjust: Adjust | None, shape: tuple[int, ...]) -> float:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that Muon is meant for: trainable matrices that are neither embeddings nor the head.
 
-    A head is a matrix with as many rows as an embedding has entries, or the embedding itself, tied.
+    A head is a matrix with as many rows as an embedding has entries, or the embedding itself, tied. A model as wide as
+    it has positions, as GPT-2 medium is with 1024, has many such matrices that are none.
     """
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    entries = {embedding.shape[0] for embedding in embeddings}
+    entries = {embedding.shape[0] for embedding in embeddings} - {embedding.shape[1] for embedding in embeddings}
     return [
         param
         for param in model.parameters()
@@ -175,16 +187,3 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
         and param.shape[0] not in entries
         and all(param is not one for one in embeddings)
     ]
-
-
-def _check(group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        raise ConfigError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; it is original or match_rms_adamw.")
-    if group["iterate_in"] not in ("bf16", "fp32") or group["iterate_in"] != first["iterate_in"]:
-        raise ConfigError(f"iterate_in is {group['iterate_in']!r}; it is bf16 or fp32, the same for all groups.")
-    wrong: Iterable[Tensor] = (param for param in group["params"] if group["use_muon"] and param.dim() != 2)
-    for param in wrong:
-        raise ModelError(
-            f"Muon updates matrices, but a parameter has shape {list(param.shape)}. Put it into a group with "
-            f"use_muon=False, which AdamW updates."
-        )

@@ -40,6 +40,11 @@ class Piece:
         """The part of the unsplit parameter that `shape` and `span` refer to, if a model axis splits or copies it."""
         return self.slot.box
 
+    @property
+    def in_masters(self) -> Span:
+        """Its range in the master weights that this rank has of its flat buffer."""
+        return span_in_masters(self.flat, self.slot.span)
+
     def flat_state(self, value: torch.Tensor) -> torch.Tensor:
         """A state of the shape of `tensor`, or this itself, as the flat row that it is a part of."""
         return value if value.dim() == 1 else value.detach().reshape(-1)
@@ -125,9 +130,19 @@ class GroupsOfPieces:
             group["params"] = params
 
 
+def span_in_masters(flat: Flat, span: Span) -> Span:
+    """The range of `span`, of the whole buffer, in the master weights that this rank has of it."""
+    return span.overlap(flat.optim_span).within(flat.optim_span)
+
+
+def homes_of(flats: Sequence[Flat]) -> dict[nn.Parameter, tuple[Flat, int]]:
+    """The flat buffer in which each parameter lies, and its index there."""
+    return {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
+
+
 def pieces_of(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Piece]:
     """A piece for each parameter of the optimizer, in the order of its groups."""
-    homes = {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
+    homes = homes_of(flats)
     pieces = []
     for group in optimizer.param_groups:
         for param in group["params"]:

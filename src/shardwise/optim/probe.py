@@ -49,7 +49,7 @@ def vet(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[n
                 f"{names[param]} is in two of the optimizers, so it would be updated twice. Give each parameter to one."
             )
         updates |= own
-        if any(update.needs_norm or update.matrix or update.sends_signs for update in own.values()):
+        if any(update.looks_further for update in own.values()):
             looking_further.append(type(optimizer).__name__)
     if len(looking_further) > 1:
         raise ModelError(

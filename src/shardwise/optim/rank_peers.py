@@ -53,7 +53,7 @@ class RankPeers:
         self._matrix_exchanges = matrix_exchanges([flat.spec for flat in flats])
         self._norms_axes = norms_axes([flat.spec for flat in flats])
         self._by_param: dict[nn.Parameter, Piece] = {}
-        self._by_parameter: dict[tuple[str, int], Piece] = {}
+        self._by_place: dict[tuple[str, int], Piece] = {}
         self._sums: Tensor | None = None
         """The message that is being summed."""
         self._make_norms: Callable[[Tensor], Tensor] | None = None
@@ -74,7 +74,7 @@ class RankPeers:
     def meet(self, pieces: Sequence[Piece]) -> None:
         """Learn which piece of which parameter each of the optimizer's entries is."""
         self._by_param = {piece.tensor: piece for piece in pieces}
-        self._by_parameter = {(piece.flat.name, piece.index): piece for piece in pieces}
+        self._by_place = {(piece.flat.name, piece.index): piece for piece in pieces}
         self._rows = None
         for piece in pieces:
             spec = piece.flat.spec
@@ -248,7 +248,7 @@ class RankPeers:
     def _transfer(self, flat: Flat) -> _MatrixTransfer:
         assert self._calls is not None
         over = self._matrix_exchanges[flat.name]
-        pieces = {matrix.index: self._by_parameter[flat.name, matrix.index] for matrix in over.matrices}
+        pieces = {matrix.index: self._by_place[flat.name, matrix.index] for matrix in over.matrices}
         group = self._line(over, flat.spec.table.optim.shard)
         return _MatrixTransfer(over, flat, pieces, group, self._collectives, self._calls)
 

@@ -53,6 +53,11 @@ class Update:
     sends_signs: bool = False
     summands: bool = False
 
+    @property
+    def looks_further(self) -> bool:
+        """Whether it needs more of a parameter than each element, which one optimizer of a step may."""
+        return self.needs_norm or self.matrix is not None or self.sends_signs
+
 
 @dataclass(frozen=True)
 class PlacedUpdate:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import Flat
-from shardwise.optim.precision.verdict import copies_of, due_parts
+from shardwise.optim.precision.verdict import Exchange, copies_of, due_parts
 
-Exchange = Callable[[bytes], list[bytes]]
 _APART = 1e-2
 """Copies that compute the same differ only by rounding; gradients of parts of a split tensor differ arbitrarily."""
 
 
-def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> float:
+def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Exchange) -> float:
     """The global `norm_type`-norm of the gradients, once they are where the update needs them. All ranks call it, and
     `exchange` is among all of them.
 
     `inf` gives the largest absolute value. Computes what `torch.nn.utils.get_total_norm` does for a plain model.
     """
-    if not norm_type > 0:
-        raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
-    _require_sums(flats, norm_type)
+    _require_summable(flats, norm_type)
     dues = due_parts(flats)
     if math.isinf(norm_type):
         mine = [float(torch.linalg.vector_norm(due, math.inf)) for due, _ in dues if due.numel()]
@@ -38,16 +35,14 @@ def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes],
     return float(sum(_values_of_ranks(sum(powers), exchange)) ** (1 / norm_type))
 
 
-def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
+def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Exchange) -> list[float]:
     """The `norm_type`-norm of each parameter's gradient, in the order of `flats` and their parameters. All ranks call
     it, and `exchange` is among those with the same list of parameters.
 
     Zero for a parameter without a gradient.
     """
+    _require_summable(flats, norm_type)
     is_largest = math.isinf(norm_type)
-    if not norm_type > 0:
-        raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
-    _require_sums(flats, norm_type)
     mine = []
     for flat in flats:
         for index in range(len(flat.slots)):
@@ -91,12 +86,14 @@ def check_copies(
     return frozenset(untold)
 
 
-def _values_of_ranks(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
+def _values_of_ranks(value: float, exchange: Exchange) -> list[float]:
     return [struct.unpack("<d", message)[0] for message in exchange(struct.pack("<d", value))]
 
 
-def _require_sums(flats: Sequence[Flat], norm_type: float) -> None:
+def _require_summable(flats: Sequence[Flat], norm_type: float) -> None:
     """See [Note: norms of summands] in `program/spec.py`."""
+    if not norm_type > 0:
+        raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
     if norm_type != 2 and any(flat.spec.num_summands > 1 for flat in flats):
         raise ConfigError(
             f"A norm of type {norm_type} needs the sum of the ranks' gradients, which an optimizer that sends one bit "

@@ -42,6 +42,8 @@ from shardwise.optim.precision.late_float import LateFloat, Norm, root
 from shardwise.program import verdict_dtype, verdict_numel
 
 Tensor = torch.Tensor
+Exchange = Callable[[bytes], list[bytes]]
+"""Sends a message to some ranks, and returns those of all of them."""
 _NEWS = 4096.0
 _LEFT, _HAS_NEWS, _READS, _SAME_MARKS = 1, 2, 4, 8
 _SLICE_NUMEL = 2**18
@@ -77,7 +79,7 @@ class Agreeing:
 
     peers: frozenset[int] = frozenset()
     stages: frozenset[str] = frozenset()
-    exchange: Callable[[bytes], list[bytes]] | None = None
+    exchange: Exchange | None = None
 
 
 class Verdict:
@@ -191,7 +193,7 @@ class Verdict:
     def _has_left(self) -> bool:
         return any(flat.grads.has_fresh() for flat in self._flats)
 
-    def _agree(self, exchange: Callable[[bytes], list[bytes]]) -> int:
+    def _agree(self, exchange: Exchange) -> int:
         """Exchange what each host knows and record the result; returns the flags of all ranks combined."""
         mine = bytes(self._touched_here())
         is_same = mine == self._marks_sent
