@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -1306,22 +1306,38 @@ class Engine:
         if not self._is_open:
             return
         self._is_open = False
-        try:
+        with ExitStack() as ends:  # the last one first, and each whatever others raise, such as a log on a full disk
+            ends.callback(self._close_world, error)
+            ends.callback(self._close_disk)
+            ends.callback(self._leave_model)
+            ends.callback(self._close_session, error)
+            ends.callback(self._close_log, error)
             self._state.close(self.world.rank)
             if error is None and not self._sharded.is_taken_down:
                 self._session.finish_updates()
-        finally:
-            if self._run_log is not None:
-                self._run_log.close(error)
+
+    def _close_log(self, error: BaseException | None) -> None:
+        if self._run_log is not None:
+            self._run_log.close(error)
+
+    def _close_session(self, error: BaseException | None) -> None:
+        try:
             self._session.close(error)
+        finally:
             if self.world.membership is not None:
                 self.world.membership.num_engines -= 1
-            self._sharded.unhook()
-            self._sharded.converted.undo()
-            if self._sharded.disk is not None:
-                self._sharded.disk.close()
-            if self._owns_world:
-                self.world.close(error)
+
+    def _leave_model(self) -> None:
+        self._sharded.unhook()
+        self._sharded.converted.undo()
+
+    def _close_disk(self) -> None:
+        if self._sharded.disk is not None:
+            self._sharded.disk.close()
+
+    def _close_world(self, error: BaseException | None) -> None:
+        if self._owns_world:
+            self.world.close(error)
 
     def __enter__(self) -> Engine:
         return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,26 @@ OTHERS: dict[str, dict[str, Any]] = {
     "hsdp": {"preset": "hsdp", "mesh": {"node": 2, "local": 2}},
     "pp": STAGES,
 }
+
+
+def test_an_engine_whose_log_cannot_be_closed_leaves_the_model_and_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def rank(world: sw.World) -> None:
+        model = Decoder()
+        optimizer = adamw(model)
+        engine = sw.shard(model, {"preset": "zero3", "run": str(tmp_path)}, optimizer=optimizer, world=world)
+        engine.log({"loss": 1.0})
+        with pytest.raises(OSError, match="No space left"):
+            engine.close()
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert not {"step", "state_dict"} & vars(optimizer).keys()
+
+    monkeypatch.setattr("shardwise.observe.run_log.RunLog.close", fail)
+    run_ranks(2, rank)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
