@@ -197,7 +197,7 @@ class TrainingState:
     zeros, and reads and writes nothing more; `fault` says why, and nobody may use the result.
     """
 
-    def __init__(self, held: Held, world: World, dealt: Collection[str] | None = None) -> None:
+    def __init__(self, held: Held, world: World, dealt: Collection[str] | None) -> None:
         """`dealt` are the parameters of which ranks along `ep` have different parts, in the old layout or in the new;
         `None`, on all ranks, if no experts are dealt out."""
         self._world = world

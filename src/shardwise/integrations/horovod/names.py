@@ -111,8 +111,8 @@ class Argument:
     default: object = None
 
 
-def _ignored(text: str, default: object = None) -> Argument:
-    return Argument(Row(NameStatus.NO_EFFECT, text), default)
+def _ignored(text: str) -> Argument:
+    return Argument(Row(NameStatus.NO_EFFECT, text))
 
 
 def _not_taken(text: str, default: object = None) -> Argument:

@@ -40,8 +40,7 @@ class SlicedFile:
         numel: int,
         queue: IoQueue,
         *,
-        slice_numel: int = SLICE_NUMEL,
-        checksums: bool = False,
+        slice_numel: int,
     ) -> None:
         """`dtypes` gives the dtype of each tensor, each of `numel` elements. Raises `TierError` if there is no room."""
         self.name = name
@@ -52,7 +51,7 @@ class SlicedFile:
         regions = layout({key: self.slice_numel * dtype.itemsize for key, dtype in dtypes.items()})
         self._offsets = {key: region.offset for key, region in regions.items()}
         self.stride_bytes = max((region.stop for region in regions.values()), default=0)
-        self._file = folder.create(name, self.num_slices * self.stride_bytes, queue, checksums=checksums)
+        self._file = folder.create(name, self.num_slices * self.stride_bytes, queue)
 
     @property
     def num_bytes(self) -> int:
