@@ -394,6 +394,26 @@ def test_a_plain_module_is_saved_as_its_state_dict(tmp_path: Path) -> None:
     assert "head.weight" not in saved
 
 
+class Unwritable:
+    """A configuration that fails as some do when they are written, with an error of its own."""
+
+    def save_pretrained(self, _: Path) -> None:
+        raise TypeError("Object of type device is not JSON serializable")
+
+
+def test_whatever_fails_while_rank_0_writes_a_folder_fails_on_all(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> BaseException | None:
+        engine.module.config = Unwritable()
+        with pytest.raises(CheckpointError, match="Object of type device") as raised:
+            engine.save_pretrained(tmp_path / "out")
+        train_steps(engine, range(1))
+        return raised.value.__cause__
+
+    causes = on_ranks(2, work)
+    assert isinstance(causes[0], TypeError)
+    assert causes[1] is None
+
+
 def test_adapters_are_refused(tmp_path: Path) -> None:
     def adapted() -> nn.Module:
         model = tied()

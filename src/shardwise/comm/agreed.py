@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from shardwise.comm.world import World
-from shardwise.errors import ShardwiseError, said_by
+from shardwise.errors import CommError, ShardwiseError, said_by
 
 
 class Failure(NamedTuple):
@@ -36,8 +36,9 @@ def agreed(
     *kinds: type[ShardwiseError],
     worded: Callable[[Failure], str] = lambda failure: failure.text,
 ) -> Iterator[Told]:
-    """Inside `with`, each rank works by itself, and sends nothing. If one fails, all raise on leaving, because they
-    would wait for it for ever.
+    """Inside `with`, each rank works by itself. If one fails, all raise on leaving, because they would wait for it for
+    ever. Whoever sends inside takes part to the end, also after an error; a `CommError` is raised as it is, since all
+    have it and none can tell.
 
     They raise what the first of these ranks has met, in the words of `worded`: as the first of `kinds` that it is one
     of, else as the last. What a rank has met itself is the cause there. `subject` is as for `World.exchange`. All ranks
@@ -48,6 +49,8 @@ def agreed(
     try:
         yield told
         message["told"] = told.mine
+    except CommError:
+        raise
     except Exception as error:  # the others must learn of it, whatever it is
         cause = error
         kind = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds) - 1)

@@ -17,6 +17,7 @@ from shardwise.checkpoint.formats.hf import METADATA, HfWriter, shards_of, write
 from shardwise.checkpoint.formats.source import PARAM, Spec
 from shardwise.checkpoint.formats.stream import Layout
 from shardwise.comm import World
+from shardwise.comm.agreed import agreed
 from shardwise.errors import CheckpointError
 
 Tensor = torch.Tensor
@@ -45,19 +46,15 @@ def save_pretrained(
 ) -> None:
     """Write `weights` and the configuration of `model` into `folder`. All ranks must call, and all get the error if
     rank 0 cannot write."""
-    refusal = ""
     arriving = iter(weights)
-    if world.rank == 0:
+    with agreed(world, "save_pretrained", CheckpointError):
         try:
-            files = WeightFolder(model, weights, max_file_bytes=max_file_bytes)
-            files.write(folder, arriving, overwrite=overwrite)
-        except (CheckpointError, ValueError) as error:  # ValueError: a configuration that transformers refuses
-            refusal = str(error)
-    for _ in arriving:  # each step is a collective, whatever happens on rank 0
-        pass
-    answer = world.exchange(refusal.encode(), "save_pretrained")[0].decode()
-    if answer:
-        raise CheckpointError(answer)
+            if world.rank == 0:
+                files = WeightFolder(model, weights, max_file_bytes=max_file_bytes)
+                files.write(folder, arriving, overwrite=overwrite)
+        finally:
+            for _ in arriving:  # each step is a collective, whatever happens on rank 0
+                pass
 
 
 @dataclass(frozen=True)
