@@ -37,7 +37,7 @@ from shardwise.init.tape import (
     set_origin,
     values_of,
 )
-from shardwise.system.torch_functions import bound, operator_name, written_by
+from shardwise.system.torch_functions import bound, operator_name
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
@@ -45,6 +45,7 @@ from shardwise.system.torch_private import (
     num_tensors_on,
     tree_iter,
     tree_map,
+    written_by,
 )
 
 Tensor = torch.Tensor
@@ -397,7 +398,7 @@ def _only_changes_view(func: Function) -> bool:
 
 
 def _written(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in written_by(func, args, kwargs) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in written_by(func._schema, args, kwargs) if isinstance(leaf, Tensor)]
 
 
 def _in_place_results(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -40,7 +40,7 @@ class BufferSync:
         self._on_host = on_host
         self._owners = {f"{name}." if name else "": module._buffers for name, module in model.named_modules()}
         self._shared: dict[str, Layout] = {}
-        """The buffers that are kept the same, and their shape and dtype on rank 0."""
+        """The buffers that are kept the same, and their shape and dtype on the first rank of the group."""
         self._watch = _Watch(self._present())
 
     def has_news(self) -> bool:
@@ -88,7 +88,7 @@ class BufferSync:
         return sum(present[name].nbytes for name in self._shared)
 
     def share(self) -> None:
-        """Give all ranks rank 0's values, in one message per dtype. Collective."""
+        """Give all ranks of the group the values of its first, in one message per dtype and device. Collective."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
         for name in self._shared:
             prefix, key = _split(name)

@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import torch
 
-from shardwise.errors import CorruptionError
+from shardwise.errors import CorruptionError, ranks_in_words
 from shardwise.memory import Flat
 from shardwise.memory.tensor_checksum import checksum
 from shardwise.optim import AdoptedOptimizer
@@ -306,7 +306,7 @@ def corruption_error(
     ranks, is_certain = culprits(findings)
     named = "; ".join(map(_in_words, findings[:_MOST_NAMED]))
     if is_certain:
-        who = f"{_of(ranks)} wrong bits: {named}"
+        who = f"{ranks_in_words(ranks).capitalize()} {'has' if len(ranks) == 1 else 'have'} wrong bits: {named}"
     else:
         who = f"One of the ranks {' and '.join(map(str, ranks))} has wrong bits, and nothing tells which: {named}"
     more = f"; and {len(findings) - _MOST_NAMED} more tensors" if len(findings) > _MOST_NAMED else ""
@@ -352,10 +352,6 @@ def _in_words(finding: Finding) -> str:
     if finding.num_copies == 1:
         return f"{what} {where.tensor}, changed since the last update"
     return f"{what} {where.tensor} on rank {', '.join(map(str, finding.ranks))}, of {finding.num_copies} with copies"
-
-
-def _of(ranks: Sequence[int]) -> str:
-    return f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} have"
 
 
 def _hash(value: object) -> bytes:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shardwise.system.torch_private import tree_leaves
-
 Function = Callable[..., Any]
 _TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
 _METHODS = (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py")
@@ -52,14 +50,6 @@ def bound(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     arguments = operator._schema.arguments
     by_name = {argument.name: argument for argument in arguments}
     return [*zip(arguments, args, strict=False), *((by_name[name], value) for name, value in kwargs.items())]
-
-
-def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What is in the arguments to which an operator writes."""
-    if not operator._schema.is_mutable:
-        return []
-    every = bound(operator, args, kwargs)
-    return tree_leaves([value for argument, value in every if argument.alias_info and argument.alias_info.is_write])
 
 
 def num_indexed(entry: Any) -> int:

@@ -272,11 +272,13 @@ def may_write(schema: Any) -> bool:
 
 
 def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator with this schema writes to when it is called with `args` and `kwargs`."""
+    """What is in the arguments that an operator with this schema writes to when it is called with these."""
+    if not may_write(schema):
+        return []
     given = {argument.name: argument.default_value for argument in schema.arguments}
     given.update(zip(given, args, strict=False))
     given.update(kwargs)
     names = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     if schema.name in UNMARKED and given.get("training", True):
         names += ["running_mean", "running_var"]
-    return [given.get(name) for name in names]
+    return tree_leaves([given.get(name) for name in names])

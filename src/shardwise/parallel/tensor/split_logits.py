@@ -35,8 +35,14 @@ from shardwise.errors import ModelError
 from shardwise.parallel.tensor.functions import apply, gather_from, own_words, reduce_from, scatter_to
 from shardwise.parallel.tensor.loss_of_parts import cross_entropy_of_parts, require_words
 from shardwise.plan.placement import Span
-from shardwise.system.torch_functions import bound, num_indexed, operator_name, written_by
-from shardwise.system.torch_private import DisableTorchFunctionSubclass, refuse_address, tree_leaves, tree_map
+from shardwise.system.torch_functions import bound, num_indexed, operator_name
+from shardwise.system.torch_private import (
+    DisableTorchFunctionSubclass,
+    refuse_address,
+    tree_leaves,
+    tree_map,
+    written_by,
+)
 from shardwise.system.units import format_bytes
 
 Tensor = torch.Tensor
@@ -212,7 +218,7 @@ class GatheredView(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if any(isinstance(leaf, GatheredView) for leaf in written_by(func, args, given)):
+        if any(isinstance(leaf, GatheredView) for leaf in written_by(func._schema, args, given)):
             raise ModelError(
                 f"{operator_name(func)}() writes to a view of logits that are split by vocabulary over ranks. The view "
                 f"is a copy, as no rank has its words alone, so the logits would not change. {_CURE_OF_WORDS}"
@@ -301,7 +307,7 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operator: on whole logits."""
     name = operator_name(func)
     logits = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CutLogits)]
-    if any(isinstance(leaf, CutLogits) for leaf in written_by(func, args, kwargs)):
+    if any(isinstance(leaf, CutLogits) for leaf in written_by(func._schema, args, kwargs)):
         raise ModelError(
             f"{name}() writes to logits that are split by vocabulary over ranks, which it cannot do in parts. {_CURE}"
         )
