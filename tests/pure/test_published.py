@@ -668,6 +668,27 @@ def test_the_first_flash_attention_is_slower_than_the_second_on_every_device() -
     assert SLOWER[newer] == pytest.approx(1.7 * SLOWER["flash2"])
 
 
+def test_parameters_rest_in_fp32_alone_under_fsdp() -> None:
+    """16 bytes of each parameter are sharded, where others have 2 more, of a copy to compute with."""
+    sharded = {**NAMED, "model": "Llama 3 8B", "gpu": "H100", "precision": "bf16", "recompute": "full"}
+    sharded |= {"tp": "1", "pp": "1", "vpp": "", "gpus": "64", "global_batch_seqs": "64"}
+    words = ("3", "FSDP FULL_SHARD", "fsdp2 (3)", "Megatron-FSDP (3)")
+    jobs = [read_run({**sharded, "zero": zero}).job for zero in words]
+    assert {job.zero for job in jobs} == {3}
+    zero3, fsdp, fsdp2, of_megatron = (peak_bytes(job).states for job in jobs)
+    assert zero3 - fsdp == pytest.approx(2 * jobs[0].model.num_params / 64, rel=0.001)
+    assert (fsdp2, of_megatron) == (fsdp, zero3)
+
+
+@pytest.mark.parametrize(("length", "num_params"), [(2048, 29975214080), (4096, 29989894144), (8192, 30019254272)])
+def test_mpt_has_one_matrix_for_words_and_learnt_positions(length: int, num_params: int) -> None:
+    """NumParams of MPT 30b in scripts/train/benchmarking/README.md of llm-foundry."""
+    changed = {"source": "mosaicml/llm-foundry", "model": "MPT 30b", "gpu": "h100_80gb", "precision": "bf16"}
+    shape = {"layers": "48", "hidden": "7168", "heads": "56", "vocab": "50368", "seq_len": str(length)}
+    run = read_run(row(**changed, **shape, tp="1", pp="1", dp="64", vpp=""))
+    assert run.job.model.num_params == pytest.approx(num_params, rel=3e-4)  # without biases and norms
+
+
 def test_out_of_memory_is_said_with_its_amount() -> None:
     prediction = predict(row(tp="1", pp="1", dp="64", vpp=""))
     assert prediction.fits is False

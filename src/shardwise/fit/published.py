@@ -132,6 +132,8 @@ STAGES = (
 )
 """What words for how states are sharded say, the first that is found: the stage of ZeRO which does the same. None does
 as states that are sharded within a node and copied between nodes."""
+TORCH_FSDP = r"^(?!.*megatron).*(?:fsdp|full_shard|shard_grad_op|reshard_after_forward)"
+"""Words for PyTorch's own; Megatron's keeps parameters in the compute dtype beside its master weights."""
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -358,6 +360,7 @@ def read_run(row: Row) -> Run:
         zero=zero,
         overlaps=modern and zero < 3,
         narrow_grads=software.narrow_grads,
+        rests_wide=bool(re.search(TORCH_FSDP, cells.text("zero"))),
         offloads=_offloads(cells.text("offload")),
     )
     link = _in_words(cells.written("interconnect"))
@@ -498,9 +501,9 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
         seq_len=seq_len,
         head_size=known.get("head_size") or 0,
         gated=is_gated,
-        tied=not (is_gated or modern),
+        tied=cells.is_mpt or not (is_gated or modern),  # MPTForCausalLM has no other head
         causal="bert" not in cells.family,
-        learned_positions=not (is_gated or cells.is_mpt),
+        learned_positions=not is_gated,
         rotary=is_gated,
         experts=Experts(**experts) if experts else None,
         q_rank=known.get("q_rank") or 0,

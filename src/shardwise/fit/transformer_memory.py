@@ -76,7 +76,7 @@ def _of_rank(job: Job, place: int) -> RankBytes:
 def _state_bytes(job: Job, numel: float, replicas: int) -> float:
     """Parameters, gradients, and master weights and two moments in fp32."""
     width = job.how.width
-    param = width / (replicas if job.zero == 3 else 1)
+    param = 0.0 if job.zero == 3 and job.rests_wide else width / (replicas if job.zero == 3 else 1)
     grad = WIDTH[job.table.grad.dtype] / (replicas if job.zero >= 2 else 1)
     states = 12 / (replicas if job.zero >= 1 else 1)
     if job.offloads:

@@ -50,6 +50,9 @@ class Job:
     wide_grads: bool = False
     """Whether gradients are sent in fp32; `narrow_grads`: whether they wait for the step in the compute dtype."""
     narrow_grads: bool = False
+    rests_wide: bool = False
+    """Whether parameters rest in fp32 alone, and are converted where they are gathered, so that there is no other
+    master weight: PyTorch's FSDP (`MixedPrecision` in torch.distributed.fsdp)."""
 
     @property
     def world_size(self) -> int:
