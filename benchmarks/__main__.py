@@ -38,6 +38,7 @@ from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
 from benchmarks.peers import QUICK, Settings, race, runs_of
+from benchmarks.planner_plans import SEED
 from benchmarks.results_file import read_result
 from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import DTYPES, SIZES
@@ -168,6 +169,9 @@ def _parser() -> argparse.ArgumentParser:
         "--gbit", type=_rate, nargs="+", metavar="G", help="rates of links in Gbit/s (0.1 1); of islands one (0.05)"
     )
     between.add_argument("--delay-ms", type=_delay, default=0.0, metavar="MS", help="that each packet takes longer (0)")
+    drawn = parser.add_argument_group("planner")
+    drawn.add_argument("--memory-only", action="store_true", help="nothing is timed, so other jobs may run; goes on")
+    drawn.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"of the drawn plans ({SEED})")
     lost = parser.add_argument_group("elastic")
     lost.add_argument("--parts", type=_some_of(elastic.PARTS), metavar="A", help=f"of {', '.join(elastic.PARTS)} (all)")
     learnt = parser.add_argument_group("learning")

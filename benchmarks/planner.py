@@ -13,58 +13,49 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import mean, median
-from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
+from benchmarks import planner_memory
 from benchmarks.fresh import RunError, run_ranks
 from benchmarks.machine import header
-from benchmarks.planner_models import MODELS, ModelSize, rows_of
+from benchmarks.planner_models import MODELS, rows_of
+from benchmarks.planner_plans import (
+    AXES,
+    NAMES,
+    NUM_PLANS,
+    NUM_RANKS,
+    NUM_ROUNDS,
+    OPTIMIZER,
+    PATTERNS,
+    PRESETS_TRIED,
+    QUICK_NAMES,
+    QUICK_PLANS,
+    WITHIN_BYTES,
+    Values,
+    bar_line,
+    drawn,
+    errors_of,
+    foresee,
+    text_of,
+    within,
+)
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
-from shardwise.errors import ShardwiseError
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.candidates import Space
-from shardwise.fit.clock import Timeline, time_ranks
-from shardwise.fit.foreseen import count_step, rank_units, updates_of
+from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.model_subject import ModelSubject, with_rows
+from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import Limits, search
 from shardwise.plan import Plan
-from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.plan.placement import PRESETS, mesh_for
 from shardwise.system.calibration import read_calibration
 
-NUM_RANKS = 2
-NUM_PLANS, QUICK_PLANS = 30, 2
-NUM_ROUNDS = 3
-"""What a process holds depends on how its threads take turns: the same plan's memory differs by up to a tenth."""
-SEED = 2026
-"""Not one whose plans anybody looked at while prices were mended."""
-PRESETS_TRIED = tuple(name for name, one in PRESETS.items() if len(one.axes) == 1 and name != "infinity")
-AXES: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"sp": 2})
-PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row"}
-POLICIES = (None, "recompute", "offload")
-OPTIMIZER = "adamw"
-WITHIN_BYTES, WITHIN_SECONDS, LEAST_CORRELATION, MOST_SLOWER = 0.05, 0.15, 0.9, 0.05
-"""The bars: of each plan's memory and time, of the order of all, and of what is chosen beside the fastest plan."""
-
-Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Foreseen:
-    """The predicted step of a plan. `peak_bytes` are those of the fullest rank, on all tiers but a disk, which on
-    processors are one process's memory."""
-
-    timeline: Timeline
-    peak_bytes: int
+WITHIN_SECONDS, LEAST_CORRELATION, MOST_SLOWER = 0.15, 0.9, 0.05
+"""The other bars: of each plan's time, of the order of all, and of what is chosen beside the fastest plan."""
 
 
 class Runs:
@@ -80,7 +71,7 @@ class Runs:
 
     def row(self, model: str, plan: Values, samples: int) -> Values | None:
         """A plan's predicted and measured step, of micro-batches of `samples`; `None` if it could not be measured."""
-        foreseen = foresee(MODELS[model], plan, self.hardware, samples)
+        foreseen = foresee(MODELS[model], plan, samples, on_cpu=self.hardware.is_processor)
         options = [f"--model={model}", f"--plan={json.dumps(plan)}", f"--rows={samples}", *self._options]
         try:
             rounds = [self._measured(options) for _ in range(self._rounds)]
@@ -88,7 +79,7 @@ class Runs:
             self._console.print(f"{model}, {plan}: {error}", markup=False)
             self.num_failed += 1
             return None
-        timeline = foreseen.timeline
+        timeline = foreseen.timeline(self.hardware)
         return {
             "model": model,
             "plan": plan,
@@ -112,15 +103,17 @@ class Runs:
 
 def main(args: argparse.Namespace, console: Console) -> int:
     """0; 1 if a plan could not be measured."""
+    if args.memory_only:
+        return planner_memory.main(args, console)
     hardware = calibrated_hardware(read_calibration(), this_machine()).with_ranks(NUM_RANKS)
-    names = ("tiny",) if args.quick else ("narrow", "wide", "long")
+    names = QUICK_NAMES if args.quick else NAMES
     num_plans, warm, steps = (QUICK_PLANS, 2, 2) if args.quick else (NUM_PLANS, 3, 7)
     runs = Runs(hardware, args.rounds or (1 if args.quick else NUM_ROUNDS), warm, steps, console)
     rows: list[Values] = []
     chosen: list[Values] = []
-    result: Values = header(args.note) | {"benchmark": "planner", "hardware": hardware.model_dump(), "seed": SEED}
+    result: Values = header(args.note) | {"benchmark": "planner", "hardware": hardware.model_dump(), "seed": args.seed}
     result |= {"rows": rows, "chosen": chosen}
-    for model, plan in drawn(names, num_plans, hardware):
+    for model, plan in drawn(names, num_plans, precisions(hardware), args.seed):
         row = runs.row(model, plan, MODELS[model].samples)
         rows += [] if row is None else [row]
         file = write_result(args.out / "planner.json", result)
@@ -138,49 +131,6 @@ def main(args: argparse.Namespace, console: Console) -> int:
         console.print(line, markup=False)
     console.print(f"\n{file}", markup=False)
     return 1 if runs.num_failed else 0
-
-
-def foresee(size: ModelSize, values: Values, hardware: Hardware, samples: int) -> Foreseen:
-    """What a plan takes, with micro-batches of `samples`."""
-    plan = Plan.model_validate(values)
-    mesh = mesh_for(plan, NUM_RANKS)
-    with torch.device("meta"):
-        model = size.build()
-    kinds = rank_units(model, plan, mesh, optimizer=OPTIMIZER, on_cpu=hardware.is_processor)
-    batch = with_rows(rows_of(size, 1, samples), samples, samples, _size(mesh, SEQUENCE_AXIS))
-    counted = count_step(model, batch, plan, mesh, counts_work=True)
-    programs = [kind.program(plan, one) for kind, one in zip(kinds, counted, strict=True)]
-    held = [
-        program.step.footprint(num_micro_batches=plan.accumulate, activations=one.activations, local_size=NUM_RANKS)
-        for program, one in zip(programs, counted, strict=True)
-    ]
-    peaks = [one.total + (0 if one.host is None else one.host.total) for one in held]
-    return Foreseen(time_ranks(programs, hardware, mesh, num_micro_batches=plan.accumulate), max(peaks))
-
-
-def drawn(names: Sequence[str], count: int, hardware: Hardware) -> Iterator[tuple[str, Values]]:
-    """So many different plans that can be had, the same in every run."""
-    draw = random.Random(SEED)
-    seen: set[str] = set()
-    while len(seen) < count:
-        axes = draw.choice(AXES)
-        plan: Values = {"preset": draw.choice(PRESETS_TRIED), "accumulate": draw.choice((1, 2, 4))}
-        plan |= {"mesh": {"dp": NUM_RANKS // (2 if axes else 1), **axes}}
-        plan |= {"tensor": {"plan": PATTERNS}} if "tp" in axes else {}
-        policy = draw.choice(POLICIES)
-        plan |= {"activations": {"policy": policy}} if policy else {}
-        precision = draw.choice(precisions(hardware))
-        plan |= {"precision": precision} if precision else {}
-        model = draw.choice(names)
-        key = json.dumps([model, plan], sort_keys=True)
-        if key in seen:
-            continue
-        try:
-            foresee(MODELS[model], plan, hardware, MODELS[model].samples)
-        except ShardwiseError:
-            continue
-        seen.add(key)
-        yield model, plan
 
 
 def precisions(hardware: Hardware) -> tuple[str | None, ...]:
@@ -230,15 +180,6 @@ def chosen_plan(best: Values, hardware: Hardware) -> tuple[Values, int]:
     return plan, candidate.rows
 
 
-def _size(mesh: Mesh, axis: str) -> int:
-    return mesh.size(axis) if axis in mesh.axes else 1
-
-
-def errors_of(rows: Sequence[Values], of: str, measured: str = "measured") -> list[float]:
-    """Relative errors of the prediction called `of`."""
-    return [abs(row[of] / row[measured] - 1) for row in rows]
-
-
 def rank_correlation(rows: Sequence[Values], of: str) -> float:
     """Spearman's, of predicted and measured seconds."""
     places = [np.argsort(np.argsort([row[key] for row in rows])) for key in (of, "measured")]
@@ -247,28 +188,17 @@ def rank_correlation(rows: Sequence[Values], of: str) -> float:
 
 def bars(rows: Sequence[Values], chosen: Sequence[Values]) -> list[str]:
     """A line for each bar: what was reached, and whether it is met. A plan that could not be measured is in no row."""
-    found = []
-
-    def within(what: str, bar: float, errors: Sequence[float]) -> None:
-        count = sum(error <= bar for error in errors)
-        is_met = bool(errors) and count == len(errors)
-        found.append(_bar(f"{what} within {bar:.0%}: {count} of {len(errors)}", is_met=is_met))
-
-    within("memory", WITHIN_BYTES, errors_of(rows, "predicted_peak_bytes", "share_bytes"))
-    within("time", WITHIN_SECONDS, errors_of(rows, "predicted"))
+    found = [within("memory", WITHIN_BYTES, errors_of(rows, "predicted_peak_bytes", "share_bytes"))]
+    found.append(within("time", WITHIN_SECONDS, errors_of(rows, "predicted")))
     correlation = rank_correlation(rows, "predicted")
     text = f"rank correlation of predicted and measured time at least {LEAST_CORRELATION}: {correlation:.2f}"
-    found.append(_bar(text, is_met=correlation >= LEAST_CORRELATION))
+    found.append(bar_line(text, is_met=correlation >= LEAST_CORRELATION))
     slower = [pair["chosen"]["measured"] / pair["best"]["measured"] - 1 for pair in chosen]
     count = sum(one <= MOST_SLOWER for one in slower)
     text = f"what is chosen at most {MOST_SLOWER:.0%} slower than the fastest drawn plan: {count} of {len(slower)}"
     text += f", at most {max(slower):+.0%}" if slower else ""
-    found.append(_bar(text, is_met=bool(slower) and count == len(slower)))
+    found.append(bar_line(text, is_met=bool(slower) and count == len(slower)))
     return found
-
-
-def _bar(text: str, *, is_met: bool) -> str:
-    return f"{'met' if is_met else 'NOT MET':8}{text}"
 
 
 def _show(rows: Sequence[Values], console: Console) -> None:
@@ -291,7 +221,7 @@ def _show(rows: Sequence[Values], console: Console) -> None:
 def _line(row: Values) -> list[str]:
     return [
         row["model"],
-        _text_of(row["plan"]),
+        text_of(row["plan"]),
         *(f"{row[key] * 1e3:.1f}" for key in ("measured", "predicted", "roofline")),
         f"{row['predicted'] / row['measured'] - 1:+.0%}",
         *(f"{row[key] / 2**20:.0f}" for key in ("peak_bytes", "share_bytes", "predicted_peak_bytes")),
@@ -307,15 +237,11 @@ def _show_chosen(chosen: Sequence[Values], console: Console) -> None:
         lines.append(
             [
                 auto["model"],
-                f"{_text_of(auto['plan'])}, {auto['samples']} samples",
-                _text_of(best["plan"]),
+                f"{text_of(auto['plan'])}, {auto['samples']} samples",
+                text_of(best["plan"]),
                 *(f"{one * 1e3:.1f}" for one in seconds),
                 f"{auto['measured'] / best['measured'] - 1:+.0%}",
             ]
         )
     head = ["model", "chosen", "fastest drawn", "measured ms", "predicted ms", "drawn ms", "predicted ms", "slower"]
     show_figures("planner chooses", head, lines, console)
-
-
-def _text_of(plan: Values) -> str:
-    return json.dumps({key: value for key, value in plan.items() if key != "tensor"})

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from benchmarks.fresh import run_ranks
 from benchmarks.machine import header
-from benchmarks.planner import OPTIMIZER, PATTERNS, rank_correlation
+from benchmarks.planner import rank_correlation
 from benchmarks.planner_models import MODELS, ModelSize, rows_of
+from benchmarks.planner_plans import OPTIMIZER, PATTERNS
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine

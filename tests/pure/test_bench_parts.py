@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 
 import shardwise as sw
-from benchmarks import fresh, peers
+from benchmarks import fresh, peers, planner_memory
 from benchmarks.__main__ import PROGRAMS
 from benchmarks.__main__ import main as bench_main
 from benchmarks.bare import Bare
@@ -41,6 +41,7 @@ from benchmarks.overhead_rank import Block, measure
 from benchmarks.patience import Patience
 from benchmarks.peers import Settings, race, runs_of
 from benchmarks.planner import bars
+from benchmarks.planner_models import MODELS
 from benchmarks.results_file import read_result, write_result
 from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import SIZES
@@ -408,6 +409,40 @@ def test_the_planner_says_which_bars_are_met() -> None:
     assert all(line.startswith("NOT MET ") for line in lines)
     assert [line[8:].partition(": ")[2] for line in lines] == ["3 of 4", "3 of 4", "-0.20", "1 of 2, at most +20%"]
     assert bars(rows, [])[-1].startswith("NOT MET "), "nothing was measured"
+
+
+def test_the_planners_memory_is_measured_in_rounds_that_go_on_where_they_were_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = [{"preset": name, "accumulate": 1, "mesh": {"dp": 2}} for name in ("ddp", "zero3")]
+    foreseen = [planner_memory.foresee(MODELS["tiny"], plan, MODELS["tiny"].samples).peak_bytes for plan in plans]
+    held = iter([*foreseen, foreseen[0], 3 * foreseen[1], *foreseen])
+    measured: list[str] = []
+
+    def measure(module: str, options: list[str], **_: object) -> list[dict[str, int]]:
+        assert "--steps=0" in options
+        if len(measured) == 2:
+            measured.append("cut off")
+            raise KeyboardInterrupt
+        measured.append(options[1])
+        return [{"share_bytes": 1}, {"share_bytes": next(held)}]
+
+    monkeypatch.setattr(planner_memory, "run_ranks", measure)
+    monkeypatch.setattr(planner_memory, "drawn", lambda *_: [("tiny", plan) for plan in plans])
+    command = ["benchmarks", "planner", "--quick", "--memory-only", "--out", str(tmp_path), "--rounds"]
+    monkeypatch.setattr(sys, "argv", [*command, "2"])
+    assert bench_main() == 130
+    assert bench_main() == 0
+    assert "NOT MET memory within 5%: 1 of 2" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "3"])
+    assert bench_main() == 0
+    assert "\nmet     memory within 5%: 2 of 2" in capsys.readouterr().out
+    first, second = (f"--plan={json.dumps(plan)}" for plan in plans)
+    assert measured == [first, second, "cut off", *2 * [first, second]]
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")  # other settings: rounds of their own
+    held = iter(3 * foreseen)
+    assert bench_main() == 0
+    assert measured[7:] == 3 * [first, second]
 
 
 # -- learning ------------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
 
 import pytest
 
+from shardwise.launch.environment import MALLOC_SETTINGS
 from shardwise.sharded.engine_report import MemoryReport
 from shardwise.system.heap import LEAST_BYTES, FreeHeap
 from tests.patience import PATIENCE
@@ -108,3 +111,34 @@ def test_the_heap_of_a_process() -> None:
     assert int(taken) >= 24 * MIB
     assert (num_returns, stayed) == ("1", "True")
     assert int(returned_bytes) >= 10 * MIB
+
+
+NUM_BLOCKS, BLOCK_BYTES = 7, 1000
+KEPT_BYTES = f"""
+import ctypes
+from shardwise.system.heap import Glibc
+
+heap, libc = Glibc(), ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+before = heap.used_and_free()[0]
+for block in [libc.malloc({BLOCK_BYTES}) for _ in range({NUM_BLOCKS})]:
+    libc.free(block)
+print(heap.used_and_free()[0] - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc's malloc")
+def test_small_blocks_that_a_launched_rank_frees_are_free() -> None:
+    """By default a thread keeps seven of each size, which glibc counts as used, and does not join with what is free."""
+    theirs = {name: value for name, value in os.environ.items() if name not in MALLOC_SETTINGS}
+    kept = []
+    for settings in ({}, MALLOC_SETTINGS):
+        command = [sys.executable, "-c", KEPT_BYTES]
+        done = subprocess.run(
+            command, env=theirs | settings, capture_output=True, text=True, timeout=PATIENCE, check=True
+        )
+        kept.append(int(done.stdout))
+    by_default, launched = kept
+    assert by_default >= NUM_BLOCKS * BLOCK_BYTES
+    assert launched < BLOCK_BYTES

@@ -12,15 +12,22 @@ from shardwise.system.machine import num_cores
 # [Note: glibc and large blocks]
 # glibc serves large blocks by mmap, which returns them to the system when freed, but raises the
 # threshold by itself (up to 32 MiB) as blocks are freed, and from then on keeps them. With the
-# threshold fixed at 1 MB the same sharded run peaked at 811 MiB instead of 1,214 MiB. Setting the
-# trim threshold too keeps freed memory at the end of the heap from staying with the process. The price
+# threshold fixed at 1 MB the same sharded run peaked at 811 MiB instead of 1,214 MiB. The price
 # is that large blocks come as fresh pages each time, a tenth of a step where pages are dear (docs/launching.md
 # has figures by threshold); asking for large pages makes that cheaper for blocks of many MiB only, because those
 # of glibc are not aligned. What plans promise is modelled on 1 MB.
+
+# [Note: glibc and small blocks]
+# torch asks for 64-byte alignment, for which glibc cuts small pieces off its blocks. Freed ones lie in its caches of
+# small chunks, per thread and as fastbins, unjoined with free neighbours: a hole is then too small for the next block
+# of its size, and the heap grows. Without these caches holes join. But then the end of the heap is free more often,
+# and with a trim threshold of 1 MB it was given back and taken again: 204,000 page faults a step where there were
+# 108,000. So the heap keeps its end, as it mostly did anyway (see [Note: the heap does not shrink] in
+# `system/heap.py`): 63,000. docs/planner-accuracy.md has memory and processor time of 30 plans.
 MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "1000000",
-    "MALLOC_TRIM_THRESHOLD_": "1000000",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
 }
 
 # [Note: expandable segments]
