@@ -149,6 +149,26 @@ def test_a_call_is_surveyed_once_on_one_copy_of_each_rank(monkeypatch: pytest.Mo
     assert len(surveyed) == len(set(surveyed)) == 2
 
 
+class Skipping(Decoder):
+    """Adds what the first of its modules has returned behind the last block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + early))
+
+
+def test_each_part_of_a_call_has_what_later_stages_read() -> None:
+    model, data = Skipping(), batches(2, 8)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
+
+
 class Masked(Decoder):
     """Takes a mask of tokens by tokens, the same for all samples, and one of samples by tokens."""
 
