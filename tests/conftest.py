@@ -10,8 +10,9 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 if os.environ.get("DEVICE", "cpu") == "cpu":  # ranks take the GPUs that they see, and these tests are of CPUs
     os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), ""))
@@ -21,10 +22,14 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 
-from tests import drawing
-from tests.thorough import SOAK, divided, drawn
+from tests import drawing, warm
+from tests.covering import Chooser
+from tests.thorough import SOAK, divided, drawn, keep_wanted
 
 torch.set_num_threads(1)
+# Threads as ranks make and drop thousands of small objects: at Python's own 700, a twentieth of all tests' time was the
+# search for garbage among them. Tests of what is left behind collect themselves.
+gc.set_threshold(10_000)
 # A machine that does other things must not fail a test. Examples are the same each time, except in `make soak`.
 settings.register_profile("busy", deadline=None, derandomize=not SOAK, max_examples=drawn(25, 100))
 settings.load_profile("busy")
@@ -35,6 +40,7 @@ NO_TIME = "no time was left for it"
 
 
 IN_ORDER = pytest.StashKey[dict[Path, int]]()
+CHOOSERS = pytest.StashKey[dict[Path, Chooser]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,6 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
         _leave_nothing_behind()
     _forget_measurements()
     _begin_elsewhere(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Let workers be forks of a process that has imported what each of them would. Tests of other libraries say
+    themselves what is imported first."""
+    if any(name.startswith("tests/extras") for name in config.args):
+        return
+    python = warm.python_of_workers()
+    for spec in specs:
+        spec.python = python
 
 
 def _leave_nothing_behind() -> None:
@@ -76,8 +93,17 @@ def _begin_elsewhere(config: pytest.Config) -> None:
     config.stash[IN_ORDER] = {path.absolute(): place for place, path in enumerate(files)}
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
+    """Leave to other targets the cases that are theirs, unless tests were named one by one."""
+    made = yield
+    if not _names_tests(metafunc.config):
+        keep_wanted(metafunc, metafunc.config.stash.setdefault(CHOOSERS, {}))
+    return made
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to `make thorough` and `make soak` what is theirs, unless tests were named one by one."""
+    """The same for whole tests, such as those that `make soak` runs."""
     if _names_tests(config):
         return
     if (order := config.stash.get(IN_ORDER, None)) is not None:

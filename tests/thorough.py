@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -57,59 +58,80 @@ def soak(why: str) -> pytest.MarkDecorator:
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Which of `items` are run now, and which the other time. `make mutations` runs what `make test` does, and then
     what `make thorough` adds."""
-    sampled_shares = _shares_of_sampled(items)
-    shares = {item.nodeid: sampled_shares.get(item.nodeid) or _shares(item) for item in items}
-    wanted = ("test", "thorough") if _SHARE == MUTATIONS else (_SHARE,)
-    now = [item for item in items if not set(wanted).isdisjoint(shares[item.nodeid])]
+    now = [item for item in items if not _wanted().isdisjoint(_shares(item))]
     if _SHARE == MUTATIONS:
-        now.sort(key=lambda item: "test" not in shares[item.nodeid])
+        now.sort(key=lambda item: "test" not in _shares(item))
     chosen = {item.nodeid for item in now}
     return now, [item for item in items if item.nodeid not in chosen]
 
 
-def _shares_of_sampled(items: Sequence[pytest.Item]) -> dict[str, tuple[str, ...]]:
-    """Where cases of tests that are sampled are run."""
-    by_file: dict[str, dict[str, list[pytest.Item]]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") is not None and _shares(item) != ("soak",):
-            test = item.nodeid.partition("[")[0]
-            by_file.setdefault(test.partition("::")[0], {}).setdefault(test, []).append(item)
-    shares = {}
-    for tests in by_file.values():
-        chooser = Chooser()
-        for of_test in tests.values():
-            cases = [_case(item) for item in of_test]
-            if _has_each_value(of_test[0]):
-                first = set(with_every_value(cases))
-            else:
-                first = set(chooser.some(cases, 1 + len(cases) // _CASES_PER_ONE_MORE))
-            # Takes longer than the first choice (0.4 of 0.7 s, in each worker): only where it decides what is run.
-            second = set() if _SHARE == "test" else set(with_every_value(cases, first))
-            for place, item in enumerate(of_test):
-                own = _shares(item)[0]
-                shares[item.nodeid] = (own if place in first else "thorough" if place in second else "exhaustive",)
-    return shares
+def keep_wanted(metafunc: pytest.Metafunc, choosers: dict[Path, Chooser]) -> None:
+    """Of the cases of a test that is sampled, keep those that are run now. pytest has made no item of them yet, and
+    would make three times as many as `make test` runs. Later it also numbers the values of each parameter by case.
+
+    `choosers` are those of the files: the tests of each must be given in their order, whatever is run now.
+    """
+    cases = [
+        case
+        for case in metafunc._calls
+        if _mark(metafunc, case, "sampled") is not None and _mark(metafunc, case, "soak") is None
+    ]
+    if not cases:
+        return
+    for case, share in zip(cases, _shares_of_sampled(metafunc, cases, choosers), strict=True):
+        case.marks.append(pytest.mark.share(share).mark)
+    left = [
+        case
+        for case in metafunc._calls
+        if (mark := _mark(metafunc, case, "share")) is None or mark.args[0] in _wanted()
+    ]
+    metafunc._calls[:] = left or cases[:1]  # without any case it would be a test without parameters
 
 
-def _has_each_value(item: pytest.Item) -> bool:
-    mark = item.get_closest_marker("sampled")
-    return mark is not None and mark.kwargs.get("each_value", False)
+def _wanted() -> set[str]:
+    return {"test", "thorough"} if _SHARE == MUTATIONS else {_SHARE}
 
 
-def _case(item: pytest.Item) -> dict[str, str]:
+def _mark(metafunc: pytest.Metafunc, case: Any, name: str) -> pytest.Mark | None:
+    own = (mark for mark in case.marks if isinstance(mark, pytest.Mark) and mark.name == name)
+    return next(own, None) or metafunc.definition.get_closest_marker(name)
+
+
+def _shares_of_sampled(metafunc: pytest.Metafunc, cases: Sequence[Any], choosers: dict[Path, Chooser]) -> list[str]:
+    """Where each case of a test that is sampled is run."""
+    values = [_values(case) for case in cases]
+    sampled_by = _mark(metafunc, cases[0], "sampled")
+    assert sampled_by is not None
+    if sampled_by.kwargs.get("each_value", False):
+        first = set(with_every_value(values))
+    else:
+        chooser = choosers.setdefault(metafunc.definition.path, Chooser())
+        first = set(chooser.some(values, 1 + len(cases) // _CASES_PER_ONE_MORE))
+    # Takes longer than the first choice (0.4 of 0.7 s, in each worker): only where it decides what is run.
+    second = set() if _SHARE == "test" else set(with_every_value(values, first))
+    late = [_mark(metafunc, case, "thorough_only") is not None for case in cases]
+    return [
+        ("thorough" if late[place] else "test") if place in first else "thorough" if place in second else "exhaustive"
+        for place in range(len(cases))
+    ]
+
+
+def _values(case: Any) -> dict[str, str]:
     """The values of a case's parameters, in words. Those without words of their own, such as functions, are told apart
     by their places."""
-    found = getattr(item, "callspec", None)
-    if found is None:
-        return {}
-    texts = {name: repr(value) for name, value in found.params.items()}
-    return {name: f"#{found.indices[name]}" if " at 0x" in text else text for name, text in texts.items()}
+    texts = {name: repr(value) for name, value in case.params.items()}
+    return {name: f"#{case.indices[name]}" if " at 0x" in text else text for name, text in texts.items()}
 
 
 def _shares(item: pytest.Item) -> tuple[str, ...]:
-    """Where a test that is not sampled is run."""
+    """Where a test is run; the cases of one that is sampled are marked with it."""
+    if (share := item.get_closest_marker("share")) is not None:
+        return (share.args[0],)
     if item.get_closest_marker("soak") is not None:
         return ("soak",)
     if item.get_closest_marker("thorough_only") is not None:
-        return ("thorough", "exhaustive")
-    return ("test", "thorough", "exhaustive", "soak") if item.get_closest_marker("varies") is not None else ("test",)
+        shares: tuple[str, ...] = "thorough", "exhaustive"
+    else:
+        varies = item.get_closest_marker("varies") is not None
+        shares = ("test", "thorough", "exhaustive", "soak") if varies else ("test",)
+    return shares[:1] if item.get_closest_marker("sampled") is not None else shares

@@ -846,6 +846,18 @@ ELASTIC = _of(
 TENSOR = _of(
     "tensor",
     (
+        "of ranks with unequal parts the first alone looks for a hard-coded number of heads",
+        "return not line.index or any(own not in (whole, whole / line.num_ranks) for own, whole in sizes)",
+        "return not line.index",
+        "head_counts",
+    ),
+    (
+        "a call of which no block mixes samples carries nothing past the next stage",
+        "self._carried.setdefault(form, found)",
+        "self._carried.setdefault(form, NOTHING)",
+        "calls_in_stages",
+    ),
+    (
         "what is left over of a dimension goes to no rank",
         "return part * least + min(part, more)",
         "return part * least",

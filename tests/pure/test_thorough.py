@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,23 +12,42 @@ import pytest
 
 from tests import thorough
 from tests.conftest import _begin_elsewhere
-from tests.covering import combinations, covering
+from tests.covering import Chooser, combinations, covering
 
 
 def case(test: str, mark: Any = thorough.sampled, only: bool = False, races: bool = False, **params: object) -> Any:
-    marks = {} if mark is None else {"sampled": mark.mark}
-    marks |= {"thorough_only": thorough.thorough_only("slow").mark} if only else {}
-    marks |= {"soak": thorough.soak("a timeout").mark} if races else {}
+    marks = [] if mark is None else [mark.mark]
+    marks += [thorough.thorough_only("slow").mark] if only else []
+    marks += [thorough.soak("a timeout").mark] if races else []
     nodeid = f"a.py::{test}[{'-'.join(map(str, params.values()))}]" if params else f"a.py::{test}"
-    callspec = SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
-    return SimpleNamespace(nodeid=nodeid, get_closest_marker=marks.get, callspec=callspec)
+    return Case(nodeid, marks, params, dict.fromkeys(params, 0))
 
 
-def run_as(share: str, items: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+@dataclass(frozen=True)
+class Case:
+    """What pytest calls a callspec, and then an item."""
+
+    nodeid: str
+    marks: list[pytest.Mark]
+    params: dict[str, Any]
+    indices: dict[str, int]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+
+def run_as(share: str, items: list[Case], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(thorough, "_SHARE", share)
-    now, later = thorough.divided(items)
-    assert len(now) + len(later) == len(items)
-    return now
+    choosers: dict[Path, Chooser] = {}
+    kept = []
+    for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        of_test = [replace(case, marks=[*case.marks]) for case in cases]
+        definition = SimpleNamespace(path=Path("a.py"), get_closest_marker=lambda _: None)
+        metafunc: Any = SimpleNamespace(definition=definition, _calls=of_test if of_test[0].params else [])
+        thorough.keep_wanted(metafunc, choosers)
+        kept += metafunc._calls or of_test
+        assert metafunc._calls or not of_test[0].params, "pytest would run it without parameters"
+    return thorough.divided(kept)[0]
 
 
 def names(items: list[Any]) -> list[str]:
@@ -49,7 +69,7 @@ def test_the_tests_of_a_file_have_different_values_and_then_different_pairs(monk
     presets, sizes = ("ddp", "zero1", "zero3"), (1, 2, 4)
     tests = [f"test_{number}" for number in range(9)]
     items = [case(test, preset=preset, size=size) for test in tests for preset in presets for size in sizes]
-    chosen = [item.callspec.params for item in run_as("test", items, monkeypatch)]
+    chosen = [item.params for item in run_as("test", items, monkeypatch)]
     assert {one["preset"] for one in chosen[:3]} == set(presets)
     assert {one["size"] for one in chosen[:3]} == set(sizes)
     assert len({tuple(one.values()) for one in chosen}) == 9
@@ -60,13 +80,13 @@ def test_make_thorough_adds_every_value_of_every_parameter(monkeypatch: pytest.M
     chosen = [*run_as("test", items, monkeypatch), *run_as("thorough", items, monkeypatch)]
     assert len(chosen) == 9
     for name, values in (("outer", range(9)), ("inner", range(3))):
-        assert {item.callspec.params[name] for item in chosen} == set(values)
+        assert {item.params[name] for item in chosen} == set(values)
 
 
 def test_what_all_rests_on_has_every_value_in_make_test(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = thorough.each_value
     items = [case("test", mark, preset=preset, size=size) for preset in range(8) for size in range(3)]
-    chosen = [item.callspec.params for item in run_as("test", items, monkeypatch)]
+    chosen = [item.params for item in run_as("test", items, monkeypatch)]
     assert len(chosen) == 8
     assert {one["size"] for one in chosen} == set(range(3))
     assert not run_as("thorough", items, monkeypatch)
@@ -75,7 +95,7 @@ def test_what_all_rests_on_has_every_value_in_make_test(monkeypatch: pytest.Monk
 def test_values_that_are_named_by_their_address_are_told_apart_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [case("test", make=make) for make in (object(), object())]
     for place, item in enumerate(items):
-        item.callspec.indices["make"] = place
+        item.indices["make"] = place
     assert len(run_as("thorough", items, monkeypatch)) == 1
 
 
@@ -97,8 +117,8 @@ def test_what_races_time_is_run_by_make_soak_alone_and_all_of_it(monkeypatch: py
 def test_faults_are_looked_for_in_make_test_and_then_in_make_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = [case("test_slow", place=place, only=True) for place in range(3)]
     items = [*slow, *(case("test", place=place) for place in range(3)), case("test_alone", mark=None)]
-    first, then = (run_as(share, items, monkeypatch) for share in ("test", "thorough"))
-    assert names(run_as("mutations", items, monkeypatch)) == names([*first, *sorted(then, key=items.index)])
+    first, then = (names(run_as(share, items, monkeypatch)) for share in ("test", "thorough"))
+    assert names(run_as("mutations", items, monkeypatch)) == [*first, *sorted(then, key=names(items).index)]
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])

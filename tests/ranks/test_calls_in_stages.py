@@ -18,6 +18,7 @@ from twins import adamw, assert_alike, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
+from shardwise.runtime.rehearsal import Twin
 from shardwise.testing import run_ranks
 from tests.models import LENGTH, VOCAB, WIDTH, Decoder
 from tests.thorough import sampled
@@ -128,6 +129,44 @@ def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, cap
     for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
         assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
     assert ("because blocks mix them" in caplog.text) == (how != "nothing")
+
+
+def test_a_call_is_surveyed_once_on_one_copy_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shows whether blocks mix samples shows what later stages read. The last stage is surveyed in two parts."""
+    surveyed: list[nn.Module] = []
+    make = Twin.__init__
+
+    def noted(twin: Twin, model: nn.Module, *others: Any) -> None:
+        surveyed.append(model)
+        make(twin, model, *others)
+
+    monkeypatch.setattr(Twin, "__init__", noted)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    looped(Decoder(), {"preset": "zero1", "mesh": {"pp": 2}}, batches(2, 8), loss_of)
+    assert len(surveyed) == len(set(surveyed)) == 2
+
+
+class Skipping(Decoder):
+    """Adds what the first of its modules has returned behind the last block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + early))
+
+
+def test_each_part_of_a_call_has_what_later_stages_read() -> None:
+    model, data = Skipping(), batches(2, 8)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
 
 
 class Masked(Decoder):

@@ -20,6 +20,7 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from shardwise.parallel.tensor import views
 from shardwise.parallel.tensor.views import View, difference
 from shardwise.testing import run_ranks
 from tests.drawing import drawing
@@ -237,6 +238,21 @@ def test_a_forward_that_derives_its_number_of_heads_is_accepted(
     expected, _ = alone(partial(model, heads))
     for losses in run(partial(model, heads), tensor, num_ranks):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_looking"), [(2, 1), (3, 3)])
+def test_of_ranks_with_equal_parts_one_looks(num_ranks: int, num_looking: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three share four heads, and have parts of their own. Each compares the split forward with the unsplit one."""
+    looking: list[threading.Thread] = []
+    steps = views._steps
+
+    def noted(*args: Any) -> Any:
+        looking.append(threading.current_thread())
+        return steps(*args)
+
+    monkeypatch.setattr(views, "_steps", noted)
+    run(partial(model, chunks_by_width), UNDIVIDED, num_ranks)
+    assert (len(looking), len(set(looking))) == (2 * num_looking, num_looking)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

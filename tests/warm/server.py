@@ -5,7 +5,10 @@ command line of a Python process, and has it run here: a fork of this server get
 standard streams, and runs the module or script as a new interpreter would, down to the exit handlers. What it does
 not get is what a process reads when it starts: settings of glibc and OpenMP, PYTHONHASHSEED, ignored signals.
 
-    server.py SOCKET PYTHON
+pytest's workers are such forks too, of a server that has imported more: what most of them would import each. The one of
+the tests' processes must not have that, because these look at what a process imports and takes.
+
+    server.py SOCKET PYTHON [SOCKET_FOR_WORKERS]
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import array
 import atexit
 import contextlib
 import gc
+import importlib
 import marshal
 import os
 import runpy
@@ -23,6 +27,7 @@ import socket
 import sys
 import tempfile
 import threading
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +53,13 @@ def import_all() -> None:
     for name in shardwise.__all__:
         getattr(shardwise, name)
     torch.set_num_threads(1)
+
+
+def import_for_workers() -> None:
+    """What tests import within a worker. No plugin of pytest's: it rewrites their asserts when it imports them."""
+    models = ("bert", "gpt2", "llama", "mixtral")
+    for name in ("torch.distributed.checkpoint", *(f"transformers.models.{one}.modeling_{one}" for one in models)):
+        importlib.import_module(name)
 
 
 def serve(path: str) -> dict[str, Any]:
@@ -141,7 +153,14 @@ def run(said: dict[str, Any], python: str) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     if os.environ.pop(FOR_RANKS, None):
         sys.executable = python  # what it starts are forks too
-    if arguments[0] == "-m":
+    if arguments[0] == "-u":
+        arguments = arguments[1:]  # whoever says so flushes what counts
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path[0] = ""
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(arguments[1], vars(main))
+    elif arguments[0] == "-m":
         sys.argv = ["-m", *arguments[2:]]
         sys.path[0] = os.getcwd()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -175,9 +194,14 @@ def end(error: BaseException | None) -> NoReturn:
 
 if __name__ == "__main__":
     import_all()
-    request = serve(sys.argv[1])
+    for_ranks, python, *for_workers = sys.argv[1:]
+    if for_workers and os.fork() == 0:
+        import_for_workers()
+        request = serve(*for_workers)
+    else:
+        request = serve(for_ranks)
     try:
-        run(request, sys.argv[2])
+        run(request, python)
     except BaseException as error:
         end(error)
     end(None)

@@ -68,6 +68,8 @@ class Flat:
     agree. All are one-dimensional.
     """
 
+    _Gradients = FlatGradients
+
     def __init__(
         self,
         spec: FlatSpec,
@@ -112,7 +114,7 @@ class Flat:
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
         """Memory for what is sent in place: parameters that are updated in parts."""
-        self.grads = FlatGradients(spec, self.slots, coordinate, meter, device)
+        self.grads = self._Gradients(spec, self.slots, coordinate, meter, device)
         self.reading: Copy = Copied()
         """The last copy to read what rests on the host: `land` it before that is written."""
         self.disk: DiskMemory | None = None

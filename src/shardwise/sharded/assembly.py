@@ -397,7 +397,9 @@ class _Assembly:
             pipeline.own_numbers = generators.own_inside
         if sharding.views is not None:
             line = Line(self._world.collectives(sharding.device), self._groups[TENSOR_AXIS])
-            pipeline.views = sharding.views.in_stages(self._model, sharding.device, sharding.table.compute, line)
+            pipeline.views = sharding.views.in_stages(
+                self._model, sharding.units, sharding.device, sharding.table.compute, line
+            )
         pipeline.attach()
         units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
         runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)

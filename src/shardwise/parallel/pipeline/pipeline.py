@@ -317,12 +317,21 @@ class Pipeline:
         shares = self.layout.shares(self.staged.extents[called], is_split=is_split)
         if len(shares) == 1:
             return NOTHING
-        form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, part.form)
+        form = self._form(part, loss_fn, called, is_whole=is_whole, is_split=is_split)
         if form not in self._carried:
-            if self.staged.model.training:
-                refuse_dropped_layers(self.staged.model, "a pipeline stage needs those with which it begins")
+            self._require_all_layers()
             self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
         return self._carried[form]
+
+    def _form(
+        self, part: MicroBatch, loss_fn: LossFunction | None, called: nn.Module, *, is_whole: bool, is_split: bool
+    ) -> Hashable:
+        """What decides on the results that forwards read."""
+        return called, is_whole, is_split, loss_fn is None, self.staged.model.training, part.form
+
+    def _require_all_layers(self) -> None:
+        if self.staged.model.training:
+            refuse_dropped_layers(self.staged.model, "a pipeline stage needs those with which it begins")
 
     def mixing_in(self, whole: MicroBatch, rows: Sequence[int], called: nn.Module) -> str:
         """Why a call of `called` cannot be split into parts with so many samples each: how its blocks mix samples, or
@@ -345,7 +354,12 @@ class Pipeline:
             part = replace(whole, args=args, kwargs=kwargs)
             return surveyor.survey(part, None, shares, called, is_whole=True, num_samples=other)
 
+        self._require_all_layers()
         found = surveyed()
+        if not found.why_unknown and not found.mixing:
+            # Parts have other numbers of samples than the whole, too: what is read of one is read of all.
+            form = self._form(whole, None, called, is_whole=True, is_split=True)
+            self._carried.setdefault(form, found)
         if found.why_unknown:
             for name, tensor in side_inputs(whole, sum(rows), min(rows)).items():
                 if not surveyed(tensor).why_unknown:

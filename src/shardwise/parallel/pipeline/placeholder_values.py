@@ -229,11 +229,12 @@ def _module_of(name: str) -> str:
 
 
 def _varied(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, needs_grad: bool) -> Tensor:
-    """Different values from 0.5 to 1.5, or zeros of other dtypes than floating-point ones. With `needs_grad` it is no
-    leaf, so that a model may write to it."""
+    """Different values from 0.5 to 1.5, or zeros of other dtypes than floating-point ones; none in a rehearsal. With
+    `needs_grad` it is no leaf, so that a model may write to it."""
     start = torch.full((), 0.5 if dtype.is_floating_point else 0, dtype=dtype, device=device)
     made = start.requires_grad_(needs_grad)
-    for dim, size in enumerate(shape if dtype.is_floating_point else ()):
+    differs = dtype.is_floating_point and not isinstance(start, FakeTensor)
+    for dim, size in enumerate(shape if differs else ()):
         if size > 1:
             below = len(shape) - dim - 1
             steps = torch.linspace(0, 0.5**below / 2, size, dtype=dtype, device=device)

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shardwise.parallel.pipeline.stage_messages import Result, StageMessage, Sta
 from shardwise.parallel.pipeline.staged_model import Carried, Passing, StagedModel
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
-from shardwise.runtime.rehearsal import Around, Twin, rehearse_forward
+from shardwise.runtime.rehearsal import Around, RehearsedForwards, Twin
 
 Exchange = Callable[[bytes], list[bytes]]
 """Exchanges messages between the ranks of the pipeline; returns those of all ranks, by pipeline rank."""
@@ -91,13 +92,15 @@ class Surveyor:
         it is also found out whether a share before the last one mixes them.
         """
 
+        @cache
+        def own_stages() -> _OwnStages:
+            return _OwnStages(self, part, loss_fn, called, is_whole=is_whole, num_samples=num_samples)
+
         def find(stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
             if stage not in self.staged.stages:
                 return Found.of_encoded(self.exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
             try:
-                found = self._found(
-                    part, loss_fn, stage, span, arrived, called, is_whole=is_whole, num_samples=num_samples
-                )
+                found = own_stages().found(stage, span, arrived)
             except ModelError as error:
                 self.exchange(json.dumps({"error": str(error)}).encode())
                 raise
@@ -106,54 +109,62 @@ class Surveyor:
 
         return carried(self.staged.layout, shares, find)
 
-    def _found(
+
+class _OwnStages:
+    """Surveys what a call runs on this rank, all of it on one copy of the model."""
+
+    def __init__(
         self,
+        surveyor: Surveyor,
         part: MicroBatch,
         loss_fn: LossFunction | None,
-        stage: int,
-        span: Span,
-        arrived: StageMessageLayout | None,
         called: nn.Module,
         *,
         is_whole: bool,
         num_samples: int | None,
-    ) -> Found:
+    ) -> None:
+        self._surveyor = surveyor
+        self._part = part
+        self._loss_fn = loss_fn
+        self._called = called
+        self._is_whole = is_whole
+        self._num_samples = num_samples
+        own, given = surveyor.staged, replace(part, args=(part.args, part.target))
+        with _unanswered(own):
+            self._forwards = RehearsedForwards(
+                own.model, surveyor.units, given, device=surveyor.device, compute=surveyor.compute
+            )
+            self._forwards.rehearse(lambda twin, *_: twin.copied(own).attach())
+
+    def found(self, stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
         """What a forward of one stage on fake tensors hands over and reads."""
+        surveyor, part, num_samples = self._surveyor, self._part, self._num_samples
         mixed = None if num_samples is None else MixedSamples(num_samples)
         wanted: set[str] = set()
         layouts: list[StageMessageLayout] = []
-        is_last = self.staged.ends(called, span[1])
+        is_last = surveyor.staged.ends(self._called, span[1])
 
         def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            staged: StagedModel = twin.copied(self.staged)
-            staged.attach()
-            model, passing = twin.copied(called), Passing(wanted=wanted)
+            staged: StagedModel = twin.copied(surveyor.staged)
+            model, passing = twin.copied(self._called), Passing(wanted=wanted)
             given, target = args
             copied = replace(part, args=given, kwargs=kwargs, target=target, weighing=None, compute=None)
-            message = None if arrived is None else empty(arrived, self.device)
+            message = None if arrived is None else empty(arrived, surveyor.device)
             states = None if mixed is None else States(twin.model)
             with (
-                self.around(twin.model),
+                surveyor.around(twin.model),
                 staged.catching(model),
                 staged.running(stage, message, is_watched=True, called=model, span=span, passing=passing),
                 nullcontext() if mixed is None else mixed,
             ):
-                takes_loss = is_last and not is_whole
-                staged.require_own(copied.loss_by(model, loss_fn) if takes_loss else model(*given, **kwargs))
+                takes_loss = is_last and not self._is_whole
+                staged.require_own(copied.loss_by(model, self._loss_fn) if takes_loss else model(*given, **kwargs))
                 if not is_last:
                     layouts.append(staged.handed_over)
             if mixed is not None and states is not None:
                 mixed.found = mixed.found or states.changed()
 
-        with _unanswered(self.staged):
-            rehearse_forward(
-                run,
-                self.staged.model,
-                self.units,
-                replace(part, args=(part.args, part.target)),
-                device=self.device,
-                compute=self.compute,
-            )
+        self._forwards.rehearse(run)
         return Found(None if is_last else layouts[0], frozenset(wanted), "" if mixed is None else mixed.found)
 
 

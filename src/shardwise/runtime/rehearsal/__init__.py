@@ -6,13 +6,22 @@ the hooks that train it.
 
 from shardwise.runtime.rehearsal.integers import is_small_integers
 from shardwise.runtime.rehearsal.rebound import rebind
-from shardwise.runtime.rehearsal.rehearse import Around, Loss, Watch, nothing_around, rehearse, rehearse_forward
+from shardwise.runtime.rehearsal.rehearse import (
+    Around,
+    Loss,
+    RehearsedForwards,
+    Watch,
+    nothing_around,
+    rehearse,
+    rehearse_forward,
+)
 from shardwise.runtime.rehearsal.resized import resized, size_unlike_others, unlikely_size
 from shardwise.runtime.rehearsal.twin import Twin
 
 __all__ = [
     "Around",
     "Loss",
+    "RehearsedForwards",
     "Twin",
     "Watch",
     "is_small_integers",

@@ -40,11 +40,12 @@ class TwinGradients(FlatGradients):
 class TwinFlat(Flat):
     """A flat buffer that is always allocated, and only records gradients."""
 
+    _Gradients = TwinGradients
+
     def __init__(self, flat: Flat, device: torch.device) -> None:
         super().__init__(flat.spec, flat.slots, flat.params, flat.coordinate, ByteMeter(), device)
         self.full = torch.empty(flat.spec.numel, dtype=torch_dtype(flat.spec.table.compute), device=device)
         self.params = tuple(self._twin_of(index) for index in range(len(flat.slots)))
-        self.grads = TwinGradients(flat.spec, flat.slots, flat.coordinate, self.meter, device)
 
     def _twin_of(self, index: int) -> nn.Parameter:
         slot, original = self.slots[index], self.params[index]
