@@ -7,11 +7,39 @@ expected, and what to do next. `ShardwiseError` is the base class of all of them
 from __future__ import annotations
 
 import difflib
+import re
+import sys
 from collections.abc import Iterable, Sequence
+
+_MADE_BY = {
+    "transformers": "Trainer: trainer.engine",
+    "accelerate": "Accelerate: accelerator.engine_of(model)",
+    "lightning": "Lightning: trainer.strategy.engine",
+    "pytorch_lightning": "Lightning: trainer.strategy.engine",
+    "fabric": "Fabric: fabric.strategy.engine_of(model)",
+    "lightning_fabric": "Fabric: fabric.strategy.engine_of(model)",
+    "deepspeed": "deepspeed.initialize: engine.shardwise",
+}
+"""By module of `shardwise.integrations`, where a script finds the engine that a library has made for it."""
+_NAMES_ENGINE = re.compile(r"(?<![\w.])engine\.(?!shardwise\b)[a-z]")
+
+
+def whose_engine(text: str) -> str:
+    """A sentence about which object `engine` is in `text`, for scripts that have not made one themselves: libraries do,
+    and nobody has to have heard of it. "" if there is none, or no library that this process has loaded makes any."""
+    made_by = [how for module, how in _MADE_BY.items() if f"shardwise.integrations.{module}" in sys.modules]
+    if not made_by or not _NAMES_ENGINE.search(text):
+        return ""
+    return f"Where a library has made the engine, it is there ({', '.join(dict.fromkeys(made_by))})."
 
 
 class ShardwiseError(Exception):
     """The base class of all errors of shardwise."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if where := whose_engine(str(self)):
+            self.add_note(where)  # below the message, which tests and reports of ranks compare
 
 
 class ConfigError(ShardwiseError, ValueError):
