@@ -8,7 +8,7 @@ import torch
 
 from shardwise.comm import add_to, put_scaled
 from shardwise.memory.dtypes import torch_dtype
-from shardwise.memory.fresh import FreshGradients, LooseGradients, OwnChunk, place
+from shardwise.memory.fresh import FreshGradients, LooseGradients, OwnChunk, OwnPlaces, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
@@ -120,6 +120,7 @@ class FlatGradients:
         self._in_fresh = [False] * len(self._slots)
         self.own_span: Span | None = None
         """The chunk that lies where its sum is made, if one does: see [Note: own chunks] in `fresh.py`."""
+        self._own_places: OwnPlaces | None = None
         self._kept_fresh: FreshGradients | None = None
         self._used_fresh: FreshGradients | None = None
         """One with freed bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
@@ -219,7 +220,9 @@ class FlatGradients:
         memory = self.own_memory if self._waits_as_fresh else memory
         own = None
         if self.own_span is not None and dtype == self._fresh_dtype == self._wire:
-            own = OwnChunk(self.own_span, self.sum_memory(self.own_span.numel, dtype))
+            if self._own_places is None or self._own_places.span != self.own_span:
+                self._own_places = OwnPlaces.of(self._places, self.own_span)
+            own = OwnChunk(self._own_places, self.sum_memory(self.own_span.numel, dtype))
         return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places, own)
 
     def take_back(self, fresh: FreshGradients) -> None:
