@@ -8,14 +8,37 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable, Sequence
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of `OSError` that more space cures."""
+_NAMES_ENGINE = re.compile(r"(?<![\w.])engine\.(?!shardwise\b)[a-z]")
+_made_by: list[str] = []
+"""Libraries that make engines, each with where a script finds its own."""
+
+
+def engines_are_made_by(library: str, found_at: str) -> None:
+    """Let errors tell scripts of `library` which object `engine` is: they have not made one themselves. For modules of
+    `integrations`, when they are imported."""
+    if (made := f"{library}: {found_at}") not in _made_by:
+        _made_by.append(made)
+
+
+def whose_engine(text: str) -> str:
+    """A sentence about which object `engine` is in `text`; "" if it names none, or no library makes any here."""
+    if not _made_by or not _NAMES_ENGINE.search(text):
+        return ""
+    return f"Where a library has made the engine, it is there ({', '.join(_made_by)})."
 
 
 class ShardwiseError(Exception):
     """The base class of all errors of shardwise."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if where := whose_engine(str(self)):
+            self.add_note(where)  # below the message, which tests and reports of ranks compare
 
 
 class ConfigError(ShardwiseError, ValueError):

@@ -213,6 +213,33 @@ def test_elastic_horovodrun_asks_a_script_for_hosts(site: Site) -> None:
     assert not processes_with("s3cr3t")
 
 
+@soak("starts processes on hosts that come and leave, within deadlines")
+def test_elastic_horovodrun_follows_a_list_that_grows_and_shrinks(site: Site) -> None:
+    """A second host comes, then the first one leaves, with rank 0: the ranks of the second go on from what all had."""
+    out = site.folder / "followed"
+    out.mkdir()
+    text = ELASTIC.read_text()
+    step, end = "self.sizes.append(hvd.size())", "is_there = hvd.size() >= 4 if self.num_new else True"
+    assert step in text
+    assert end in text
+    text = text.replace(step, f"{step}; (self.out / f'had{{hvd.size()}}').touch()")
+    (site.folder / "train.py").write_text(text.replace(end, "is_there = 4 in self.sizes and self.sizes[-1] == 2"))
+    (site.folder / "follow").write_text(
+        "#!/bin/sh\n[ -e followed/had4 ] || echo one:2\n[ ! -e followed/had2 ] || echo two:2\n"
+    )
+    (site.folder / "follow").chmod(0o755)
+    options = ["-np", "2", "--min-np", "2", "--max-np", "4", "--host-discovery-script", "./follow"]
+    done = site.run("horovodrun", *options, "python", "train.py", str(out), "30", "2", "sampler", TOKEN="s3cr3t")
+    assert done.returncode == 0, done.stderr
+    found = {int(path.name[7:]): json.loads(path.read_text()) for path in out.glob("member-*")}
+    assert sorted(found) == [2, 3], done.stderr
+    assert all({2, 4} <= set(one["sizes"]) and one["size"] == 2 for one in found.values())
+    assert sorted(one["rank"] for one in found.values()) == [0, 1]
+    assert "host two joins, with 2 slots." in done.stderr
+    assert "host one is no longer in the list of hosts: 2 ranks there leave after their step." in done.stderr
+    assert not processes_with("s3cr3t")
+
+
 def test_deepspeed_on_the_hosts_of_a_file(site: Site) -> None:
     site.write("train.py", DEEPSPEED)
     (site.folder / "hosts").write_text("one slots=2\ntwo slots=2\n")

@@ -78,6 +78,25 @@ class PreNorm(Branching):
     norm_first = True
 
 
+class Rescaled(InOneExpression):
+    """As RWKV, whose blocks have other weights in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_rescaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.is_rescaled:
+            self.rescale()
+        if not self.training:
+            self.rescale()
+        return super().forward(x)
+
+    def rescale(self) -> None:
+        for block in self.up:
+            block.weight.data.div_(2)
+
+
 ORDER = ["tokens", "unused", "down", "middle", "up", "norm", "head"]
 
 
@@ -88,11 +107,14 @@ ORDER = ["tokens", "unused", "down", "middle", "up", "norm", "head"]
         (ThroughSuper, ORDER),
         (Recomputed, ORDER),
         (Branching, ORDER),
+        (Rescaled, ORDER),
         (PreNorm, ["tokens", "unused", "norm", "down", "middle", "up", "head"]),
     ],
 )
-def test_modules_are_ordered_as_they_are_called(kind: type[Parts], order: list[str]) -> None:
-    model = kind()
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_are_ordered_as_they_are_called(kind: type[Parts], order: list[str], *, training: bool) -> None:
+    """In training, whatever the model was in when its stages were cut."""
+    model = kind().train(training)
     assert in_order_of_calls(model, [name for name, _ in model.named_children() if name != "config"]) == order
     nested = [f"{name}.{number}" for name in ("up", "down") for number in "01"]
     assert in_order_of_calls(model, nested) == [*nested[2:], *nested[:2]]

@@ -24,6 +24,7 @@ from twins import (
 )
 
 import shardwise as sw
+from shardwise.optim.precision import verdict
 from tests import inside
 from tests.models import Transformer
 from tests.thorough import each_value, sampled, thorough_only
@@ -209,3 +210,22 @@ def test_clipping_by_a_norm_that_is_no_number_leaves_no_gradient_as_it_was(prese
     make_optimizer = lambda mine: torch.optim.SGD(mine.parameters(), lr=0.1)  # noqa: E731
     told = work_on_ranks(2, work, {"preset": preset, "clip_grad_norm": CLIP}, plain, make_optimizer)
     assert told == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), [("ddp", 3, None), ("hsdp", 4, {"node": 2, "local": 2})])
+def test_ranks_with_the_same_gradients_share_in_taking_their_squares(
+    preset: str, num_ranks: int, mesh: Any, model: Transformer, twin: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element counts once in the norm, and is read for it by one rank."""
+    squared: list[int] = []
+    take = verdict.sum_of_squares
+
+    def noting(due: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        squared.append(due.numel())
+        return take(due, dtype)
+
+    monkeypatch.setattr(verdict, "sum_of_squares", noting)
+    data = batches(NUM_STEPS, rows=12)
+    assert_same(sharded_run(model, data, preset, num_ranks, mesh, clip_grad_norm=CLIP), twin)
+    numel = sum(param.numel() for param in model.parameters())
+    assert numel <= sum(squared) / NUM_STEPS < 1.1 * numel, "beside parameters there are only zeros between them"

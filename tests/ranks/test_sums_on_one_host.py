@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.comm.transport.shm import shm_collectives
 from shardwise.comm.transport.shm.file import is_possible
 from shardwise.comm.transport.shm.neighbours import Neighbours
+from shardwise.memory import fresh
 from shardwise.runtime import grad_mover
 from shardwise.testing import run_ranks
 from tests import inside
@@ -90,6 +91,21 @@ def test_sums_are_the_same_to_the_bit(
         assert torch.equal(found[name], value), name
 
 
+def test_where_gradients_lie_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each parameter of a rank, and not in every step."""
+    monkeypatch.setattr(grad_mover, "LEAST_APART_BYTES", 0)
+    worked_out: list[Any] = []
+    within = fresh._within
+
+    def noting(*place: Any) -> Any:
+        worked_out.append(place)
+        return within(*place)
+
+    monkeypatch.setattr(fresh, "_within", noting)
+    trained(2, {"preset": "zero3"}, accumulates=False)
+    assert len(worked_out) == 2 * len(list(Aside().parameters()))
+
+
 def test_a_gradient_in_two_chunks_is_read_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """By who takes gradients before they are summed; and the memory that ranks share is not written in one's own
     chunk."""
@@ -100,9 +116,9 @@ def test_a_gradient_in_two_chunks_is_read_in_one_piece(monkeypatch: pytest.Monke
         (flat,) = inside.flats(engine)
         with engine.no_sync():
             engine.backward(engine(x).sum())
-        fresh = flat.grads.fresh
-        assert fresh is not None
-        assert fresh.views == [None]
+        left = flat.grads.fresh
+        assert left is not None
+        assert left.views == [None]
         [(slot, gradient)] = flat.grads.fresh_gradients()
         assert slot.shape == (5, 6)
         return torch.equal(gradient, (x / 2).expand(5, 6))

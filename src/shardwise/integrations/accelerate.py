@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigError, StateError, engines_are_made_by
 from shardwise.init import materialize
 from shardwise.integrations.accelerate_batches import BatchSharingAccelerator, ranks_per_batch
 from shardwise.integrations.accelerate_coordination import Coordination
@@ -57,6 +57,8 @@ from shardwise.integrations.sample_batch import cure, sample_batch
 from shardwise.system.process_rank import process_rank_of
 
 _log = logging.getLogger("shardwise")
+
+engines_are_made_by("Accelerate", "accelerator.engine_of(model)")
 
 
 class Accelerator(BatchSharingAccelerator):

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 
+from shardwise.errors import engines_are_made_by
 from shardwise.integrations.lightning_parts import FabricStrategyMixin, names_and_plans
+
+engines_are_made_by("Fabric", "fabric.strategy.engine_of(model)")
 
 
 class ShardwiseStrategy(FabricStrategyMixin, DDPStrategy):

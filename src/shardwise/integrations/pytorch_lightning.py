@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
+from shardwise.errors import engines_are_made_by
 from shardwise.integrations.lightning_parts import StrategyMixin, names_and_plans
+
+engines_are_made_by("Lightning", "trainer.strategy.engine")
 
 
 class ShardwiseStrategy(StrategyMixin, DDPStrategy):

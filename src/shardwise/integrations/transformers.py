@@ -20,7 +20,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.formats.merged_adapters import copied_with
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, engines_are_made_by
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.accelerate_batches import ranks_per_batch
@@ -39,6 +39,8 @@ _SCHEDULER = "scheduler.pt"
 _SAVE = transformers.trainer.Trainer._save
 _log = logging.getLogger("shardwise")
 _REPORT_TO = "Trainer logs to the trackers set by report_to of TrainingArguments"
+
+engines_are_made_by("Trainer", "trainer.engine")
 
 
 class ShardwiseTrainerMixin(_Base):

@@ -8,11 +8,12 @@ import torch
 
 from shardwise.comm import add_to, put_scaled
 from shardwise.memory.dtypes import torch_dtype
-from shardwise.memory.fresh import FreshGradients, LooseGradients, OwnChunk, place
+from shardwise.memory.fresh import FreshGradients, LooseGradients, OwnChunk, OwnPlaces, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
 from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due, stay_as_made
+from shardwise.system.even_parts import even_start
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -70,9 +71,17 @@ class FlatGradients:
         self._has_come = [False] * len(slots)
         """Which parameters' gradients have come in it."""
         self._copies = [spec.copies_of_due * (1 if slot.box is None else slot.box.copies) for slot in self._slots]
-        self.copies_of_due = _copies_of(self._copies, self._slots, self._due_span)
+        self.copies_of_due = _copies_of(self._copies, (0, 1), self._slots, self._due_span)
         """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements. Of summands, see
         [Note: norms of summands] in `program/spec.py`."""
+        self.squared_of_due = _copies_of(*_shared_copies(spec, self._copies, coordinate), self._slots, self._due_span)
+        """Ranges of `due` whose squares this rank takes, each with the number of ranks that take the same.
+
+        [Note: each takes its share] Ranks along replica axes that have the same sum would each read all of it, and
+        divide by their number. Each takes the squares of its share instead: with `ddp` on two ranks of one host (34 M
+        parameters, fp32) that was 11 ms of a step, as much as to add the gradients up, and it is the more the more
+        ranks there are. Copies along model axes are made by each rank for itself, and may differ in their last bits.
+        """
         due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
         self._due_pieces: dict[int, Tensor] = {}
         """Views of `due`, the part of each parameter, once one of them was asked for."""
@@ -111,6 +120,7 @@ class FlatGradients:
         self._in_fresh = [False] * len(self._slots)
         self.own_span: Span | None = None
         """The chunk that lies where its sum is made, if one does: see [Note: own chunks] in `fresh.py`."""
+        self._own_places: OwnPlaces | None = None
         self._kept_fresh: FreshGradients | None = None
         self._used_fresh: FreshGradients | None = None
         """One with freed bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
@@ -210,7 +220,9 @@ class FlatGradients:
         memory = self.own_memory if self._waits_as_fresh else memory
         own = None
         if self.own_span is not None and dtype == self._fresh_dtype == self._wire:
-            own = OwnChunk(self.own_span, self.sum_memory(self.own_span.numel, dtype))
+            if self._own_places is None or self._own_places.span != self.own_span:
+                self._own_places = OwnPlaces.of(self._places, self.own_span)
+            own = OwnChunk(self._own_places, self.sum_memory(self.own_span.numel, dtype))
         return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places, own)
 
     def take_back(self, fresh: FreshGradients) -> None:
@@ -340,6 +352,13 @@ class FlatGradients:
                 ranges.setdefault(copies, []).append(own)
         return [(tensors, copies) for copies, tensors in ranges.items()]
 
+    def squared_ranges(self) -> list[tuple[list[Tensor], float]]:
+        """As `due_ranges`, of what this rank takes the squares: see [Note: each takes its share]."""
+        due = self._due
+        if isinstance(due, LooseGradients):
+            return self.due_ranges()
+        return [] if due is None else [([due[span.as_slice]], copies) for span, copies in self.squared_of_due]
+
     def keep_due(self, due: Tensor) -> None:
         """Store what the update will read; a second one before the update is added to the first."""
         if self._due is None:
@@ -352,17 +371,17 @@ class FlatGradients:
     def note_squares(self, copy: Tensor, source: Tensor) -> None:
         """`copy`, on the host, is being made of `source`, on the device.
 
-        [Note: squares on the device] The norm of all gradients needs the squares of each range of `copies_of_due`. The
-        device takes them while it has the gradients: a step of 1.07 G parameters took 1.04 s with the squares taken by
-        16 cores of the host, and 0.65 s since (an H200, docs/gpus.md). Whoever changes the copy afterwards, such as a
-        further micro-batch that is added, changes its version, and then the squares are the host's to take.
+        [Note: squares on the device] The norm of all gradients needs the squares of each range of `squared_of_due`.
+        The device takes them while it has the gradients: a step of 1.07 G parameters took 1.04 s with the squares taken
+        by 16 cores of the host, and 0.65 s since (an H200, docs/gpus.md). Whoever changes the copy afterwards, such as
+        a further micro-batch that is added, changes its version, and then the squares are the host's to take.
         """
         dtype = torch.promote_types(source.dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(source[span.as_slice], dtype=dtype) for span, _ in self.copies_of_due]
+        norms = [torch.linalg.vector_norm(source[span.as_slice], dtype=dtype) for span, _ in self.squared_of_due]
         self._squares = copy, copy._version, [norm.square() for norm in norms]
 
     def noted_squares(self) -> Sequence[Tensor] | None:
-        """Those of `due`, by the ranges of `copies_of_due`, if the device has taken them and they hold still."""
+        """Those of `due`, by the ranges of `squared_of_due`, if the device has taken them and they hold still."""
         if self._squares is None:
             return None
         copy, version, squares = self._squares
@@ -450,17 +469,34 @@ class FlatGradients:
         self._grad_buffer = self._kept_fresh = self._used_fresh = None
 
 
-def _copies_of(copies_of_slots: Sequence[float], slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, float], ...]:
-    """Neighbouring slots that lie on equally many ranks form one range; the zeros between parameters may fall in
-    either."""
+def _copies_of(
+    copies_of_slots: Sequence[float], share: tuple[int, int], slots: Sequence[Slot], due: Span
+) -> tuple[tuple[Span, float], ...]:
+    """Of one `share` of `due`, its number and that of all. Neighbouring slots that lie on equally many ranks form one
+    range; the zeros between parameters may fall in either."""
+    number, num_shares = share
+    own = Span(*(even_start(due.numel, num_shares, part) for part in (number, number + 1)))
     found: list[tuple[Span, float]] = []
     for slot, copies in zip(slots, copies_of_slots, strict=True):
-        mine = slot.span.overlap(due).within(due)
-        if found and found[-1][1] == copies:
-            found[-1] = (Span(found[-1][0].start, max(found[-1][0].stop, mine.stop)), copies)
+        mine = slot.span.overlap(due).within(due).overlap(own)
+        if mine.numel and found and found[-1][1] == copies:
+            found[-1] = (Span(found[-1][0].start, mine.stop), copies)
         elif mine.numel:
             found.append((mine, copies))
     return tuple(found)
+
+
+def _shared_copies(
+    spec: FlatSpec, copies_of_slots: Sequence[float], coordinate: Mapping[str, int]
+) -> tuple[list[float], tuple[int, int]]:
+    """What is left of the copies of slots if replicas share in their squares, and this rank's share. Summands are no
+    copies."""
+    number, num_shares = 0, 1
+    for axis in () if spec.table.due.partial else spec.table.axes:
+        if axis not in spec.table.optim.shard:
+            size = spec.mesh.size(axis)
+            number, num_shares = number * size + coordinate[axis], num_shares * size
+    return [copies / num_shares for copies in copies_of_slots], (number, num_shares)
 
 
 def _cuts(spans: Sequence[Span], numel: int) -> list[int]:

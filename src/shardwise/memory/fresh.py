@@ -34,11 +34,38 @@ slicing and then viewing takes two, and twice as long."""
 
 
 @dataclass(frozen=True)
-class OwnChunk:
-    """The elements `span` of a flat buffer, in memory of their own: see [Note: own chunks]."""
+class OwnPlaces:
+    """Where the parameters of a flat buffer lie if its elements `span` are in memory of their own: see [Note: own
+    chunks]."""
 
     span: Span
+    places: Sequence[tuple[bool, Place] | None]
+    """Of each parameter, whether it lies there, and where; `None` if it lies in parts."""
+
+    @classmethod
+    def of(cls, places: Sequence[Place], span: Span) -> OwnPlaces:
+        """Worked out once: of a hundred parameters it made three hundred spans, in each step of two ranks of a host."""
+        return cls(span, [_within(span, *each) for each in places])
+
+
+def _within(own: Span, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> tuple[bool, Place] | None:
+    span = Span(start, start + math.prod(shape))
+    common = span.overlap(own)
+    if not common.numel:
+        return False, (shape, strides, start)
+    return (True, (shape, strides, span.within(own).start)) if common == span else None
+
+
+@dataclass(frozen=True)
+class OwnChunk:
+    """This rank's elements of a flat buffer, in memory of their own: see [Note: own chunks]."""
+
+    chunk: OwnPlaces
     memory: Tensor
+
+    @property
+    def span(self) -> Span:
+        return self.chunk.span
 
 
 class FreshGradients:
@@ -55,19 +82,14 @@ class FreshGradients:
         if own is None:
             self.views = [memory.as_strided(shape, strides, first + start) for shape, strides, start in places]
         else:
-            self.views = [self._view(own, *each) for each in places]
+            memories, starts = (memory, own.memory), (first, own.memory.storage_offset())
+            self.views = [
+                None if one is None else memories[one[0]].as_strided(one[1][0], one[1][1], starts[one[0]] + one[1][2])
+                for one in own.chunk.places
+            ]
         self._places = places
         self._num_bytes = memory.nbytes
         self._chunks: Sequence[Tensor] = ()
-
-    def _view(self, own: OwnChunk, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Tensor | None:
-        span = Span(start, start + math.prod(shape))
-        common = span.overlap(own.span)
-        if not common.numel:
-            return self.memory.as_strided(shape, strides, self.memory.storage_offset() + start)
-        if common != span:
-            return None
-        return own.memory.as_strided(shape, strides, own.memory.storage_offset() + span.within(own.span).start)
 
     def parts(self, index: int) -> list[Tensor]:
         """Where the gradient of parameter `index` lies, flat, part by part."""

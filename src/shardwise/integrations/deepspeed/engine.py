@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardwise import Engine, Plan
 from shardwise.checkpoint import formats
-from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.errors import CheckpointError, ConfigError, StateError, engines_are_made_by
 from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.integrations.deepspeed.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from shardwise.integrations.deepspeed.monitor import LOSS_SCALE, RATE, TRAIN_LOSS, Event, Monitor
@@ -37,6 +37,8 @@ _numbers = itertools.count()
 
 _OPEN: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 """The engines beneath, by the same numbers. Hooks of their models keep them alive when a script drops its own."""
+
+engines_are_made_by("DeepSpeed", "engine.shardwise")
 
 
 class Scheduler(Protocol):

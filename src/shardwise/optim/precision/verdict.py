@@ -158,7 +158,8 @@ class Verdict:
             start += len(flat.slots)
 
     def _own(self) -> Tensor:
-        """This rank's summand. Ranks with the same elements share them in the norm; see [Note: the whole model]."""
+        """This rank's summand. Ranks with the same elements share them in the norm; see [Note: the whole model], and
+        [Note: each takes its share] in `memory/flat_gradients.py`."""
         if self._complete is not None:
             self._complete()
         touched = self._touched_here()
@@ -176,7 +177,7 @@ class Verdict:
         squared, self._squares = vector[0], []
         for flat in self._flats:
             noted = flat.grads.noted_squares()
-            for index, (parts, copies) in enumerate(flat.grads.due_ranges()):
+            for index, (parts, copies) in enumerate(flat.grads.squared_ranges()):
                 own = sum_of_all_squares(parts, self._dtype) if noted is None else noted[index].to(self._dtype)
                 self._squares.append((flat.name, own))
                 squared += own if copies == 1 else own / copies

@@ -120,23 +120,26 @@ class _Reader:
             yield from self._called(node.func, me, defining)
 
     def _holds(self, test: ast.expr, me: str) -> bool | None:
-        """Whether a condition on an attribute of the module, such as `self.pre_norm`, holds; `None` if that is open."""
+        """Whether a condition on attributes of the module, such as `self.pre_norm`, holds; `None` if that is open."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             holds = self._holds(test.operand, me)
             return None if holds is None else not holds
         if isinstance(test, ast.Compare):
-            operator, right = test.ops[0], test.comparators[0]
-            if not (
-                isinstance(operator, ast.Is | ast.IsNot) and isinstance(right, ast.Constant) and right.value is None
-            ):
-                return None
-            value = self._value(test.left, me)
-            return None if value is _UNKNOWN else (value is None) == isinstance(operator, ast.Is)
+            operator, value, other = test.ops[0], self._value(test.left, me), self._value(test.comparators[0], me)
+            if isinstance(operator, ast.Is | ast.IsNot) and other is None and value is not _UNKNOWN:
+                return (value is None) == isinstance(operator, ast.Is)
+            if isinstance(operator, ast.Eq | ast.NotEq) and isinstance(value, bool) and isinstance(other, bool):
+                return (value == other) == isinstance(operator, ast.Eq)
+            return None
         value = self._value(test, me)
         return value if isinstance(value, bool) else None
 
     def _value(self, node: ast.expr, me: str) -> object:
-        """The value of `self.a.b`, if the module has that as such, and does not compute it."""
+        """The value of a constant, or of `self.a.b`, if the module has that as such, and does not compute it. Modules
+        are in training: RWKV's forward goes through all blocks before the embedding if it has to rescale them for
+        inference, and models come from `from_pretrained` in evaluation."""
+        if isinstance(node, ast.Constant):
+            return node.value
         if isinstance(node, ast.Name) and node.id == me:
             return self._module
         if not isinstance(node, ast.Attribute):
@@ -144,7 +147,8 @@ class _Reader:
         owner = self._value(node.value, me)
         if owner is _UNKNOWN or hasattr(type(owner), node.attr):
             return _UNKNOWN
-        return getattr(owner, node.attr, _UNKNOWN)
+        is_mode = node.attr == "training" and isinstance(owner, nn.Module)
+        return True if is_mode else getattr(owner, node.attr, _UNKNOWN)
 
     def _called(self, function: ast.expr, me: str, defining: type) -> Iterator[str]:
         """What a call uses by itself: a module, or a method of the model."""

@@ -6,7 +6,12 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from shardwise.errors import whose_engine
+
 _log = logging.getLogger("shardwise")
+_OF_THE_WHOLE = (
+    "engine.state_dict(), engine.get(name) and engine.gradient_norm, called by all ranks, are of the whole model."
+)
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,9 @@ class OwnShare:
         if self._complete(self._taken, names):
             _log.warning(
                 "Values were taken of each of model.parameters(), which are those that this rank has, %s. So a mean or "
-                "a norm of them, or a file that has them, is of these alone. engine.state_dict(), engine.get(name) and "
-                "engine.gradient_norm, called by all ranks, are of the whole model.",
-                self,
-            )
+                "a norm of them, or a file that has them, is of these alone. %s",
+                self, " ".join(filter(None, (_OF_THE_WHOLE, whose_engine(_OF_THE_WHOLE)))),
+            )  # fmt: skip
 
     def note_hook(self, name: str) -> None:
         """Code has put a hook on the gradient of a parameter that is in a stage, or split. Says so once."""
