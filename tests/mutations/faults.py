@@ -652,8 +652,8 @@ PRECISION = _of(
     ),
     (
         "copies count several times in the norm",
-        "squared += own if copies == 1 else own / copies",
-        "squared += own",
+        "own = own if copies == 1 else own / copies",
+        "own = 1.0 * own",
         "presets",
     ),
     (

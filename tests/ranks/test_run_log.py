@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import logging
 import math
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from shardwise.observe.run_notes import read_notes
 from shardwise.observe.run_view import read_run
 from shardwise.observe.trackers import CSV
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.patience import wait_until
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 
@@ -493,3 +497,128 @@ def test_what_is_not_finite_is_traced_to_rank_samples_and_unit(tmp_path: Path) -
     assert its_norm[1].endswith("those of all units, from the loss on")
     assert in_unit[1].endswith("those of 1 of 3 units, of which 0 is the first in the backward")
     assert "those of all units" in html_report(read_run(run))
+
+
+MICRO_BATCHES = {
+    "one batch, cut": 1,
+    "a list": 4,
+    "a list of batches": 1,
+    "a loop's own": 4,
+    "a loop's own batches": 1,
+}
+"""How a loop gives four micro-batches, and in how many its loader hands out a batch."""
+
+
+@sampled
+@pytest.mark.parametrize("form", MICRO_BATCHES)
+@pytest.mark.parametrize("value", [math.inf, 1e4])
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_a_bad_loss_is_traced_to_the_micro_batch_and_its_samples(
+    form: str, value: float, preset: str, tmp_path: Path
+) -> None:
+    """Of 16 rows a step each of two ranks has 8, in micro-batches of two; row 13 of a late one is bad."""
+    run, replicas = tmp_path / "run", models(2)
+    bad = 16 * 25 + 13
+    rows = [torch.full((16,), value if row == bad else 1.0) for row in range(bad + 16)]
+    batch_rows = 4 if MICRO_BATCHES[form] == 1 and form != "one batch, cut" else 16
+    if batch_rows == 4:  # the bad sample where the second rank has it, in the third batch of a step
+        rows[bad], rows[16 * 25 + 11] = rows[16 * 25 + 11], rows[bad]
+
+    def train(world: sw.World) -> None:
+        model = replicas[world.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        plan = {"run": str(run), "preset": preset, "accumulate": 4, "skip_nonfinite": True}
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            parts = iter(
+                sw.data.Loader(
+                    rows,
+                    batch_rows=batch_rows,
+                    accumulate=MICRO_BATCHES[form],
+                    samples=sw.data.Samples(shuffle=False),
+                    world=engine.data_ranks,
+                )
+            )
+            for _ in range(26):
+                if form == "one batch, cut":
+                    loss = engine.train_step(next(parts), loss_fn=loss_of)
+                elif form.startswith("a list"):
+                    loss = engine.train_step(list(islice(parts, 4)), loss_fn=loss_of)
+                else:
+                    loss = torch.zeros(())
+                    for part in islice(parts, 4):
+                        own = loss_of(model(part))
+                        engine.backward(own)
+                        engine.step()
+                        loss += own.detach() / 4
+                engine.eval_step([torch.ones(1, 16)] * 4, loss_fn=loss_of)  # whose losses are not the step's
+                engine.log({"loss": loss})
+
+    run_ranks(2, train)
+    ((rank, words),) = [(line["rank"], line["words"]) for line in lines(run, "unusual") if "its loss" in line["words"]]
+    assert rank == 1
+    assert "; micro-batch 2 of 4 has " in words
+    if batch_rows == 4:
+        assert words.endswith(f"samples {bad - 3}, {bad - 2} of source, rows 2 to 3 of the batch of step 102")
+    else:
+        assert words.endswith(f"samples {bad - 1}, {bad} of source, rows 12 to 13 of the batch of step 25")
+
+
+class Faulty(nn.Module):
+    """Its gradients, or what it gives, are not finite in the micro-batch that has a 7."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(16, 16), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        is_bad = (x == 7).any() if self.where else False
+        if self.where == "forward" and is_bad:
+            return out * math.inf
+        if self.where == "backward" and is_bad:
+            out.register_hook(lambda grad: grad * math.inf)
+        return torch.cat([out[..., :-1], x[..., -1:]], -1)  # the last feature is as it came
+
+
+@sampled
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "gpipe"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("faulty", range(6))
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_is_not_finite_in_a_pipeline_is_traced_to_stage_unit_and_micro_batch(
+    schedule: str, where: str, faulty: int, num_replicas: int, tmp_path: Path
+) -> None:
+    run, num_ranks = tmp_path / "run", 2 * num_replicas
+    torch.manual_seed(0)
+    first = nn.Sequential(*(Faulty(where if block == faulty else "") for block in range(6)))
+    replicas = [copy.deepcopy(first) for _ in range(num_ranks)]
+    x = torch.ones(8, 16)
+    x[5, -1] = 7.0
+
+    def train(world: sw.World) -> int:
+        plan = {
+            "preset": "zero1",
+            "mesh": {"pp": 2, "dp": num_replicas},
+            "pipeline": {"schedule": schedule},
+            "accumulate": 4,
+            "skip_nonfinite": True,
+        }
+        with engine_of(replicas[world.rank], world, run, **plan) as engine:
+            engine.log({"loss": engine.train_step(x, loss_fn=loss_of)})
+            stages = inside.sharded(engine).parts.pipeline.layout.stages
+            return next(number for number, names in enumerate(stages) if str(faulty) in names)
+
+    stage = run_ranks(num_ranks, train)[0]
+    found = [line["words"] for line in lines(run, "unusual")]
+    losses = [words for words in found if "its loss" in words]
+    (norm,) = [words for words in found if "norm" in words]
+    if where == "forward":
+        assert len(losses) == num_ranks
+        assert all("micro-batch 2 of 4 has " in words for words in losses)
+        assert norm.endswith("those of all units, from the loss on")
+    elif faulty == 5:
+        assert norm.endswith("those of all units, from the loss on")
+    else:
+        assert norm.endswith(
+            f"those of {faulty + 1} of 6 units, of which {faulty} (stage {stage}) is the first in the backward"
+        )

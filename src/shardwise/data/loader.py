@@ -21,7 +21,7 @@ from shardwise.data.settings import Samples, Workers, refuse_unknown
 from shardwise.data.streaming import StreamFeed
 from shardwise.data.to_device import Transfer
 from shardwise.errors import ConfigError, StateError
-from shardwise.system.data_ranks import HANDED_OUT, DataRanks
+from shardwise.system.data_ranks import HANDED_OUT, DataRanks, Part
 
 _SAMPLES = Samples()
 
@@ -181,9 +181,17 @@ class Loader:
             raise StateError("Which samples of a stream are in a batch is known only when it is read.")
         return self._feed.sampler.batch(step)
 
-    def named(self, step: int) -> str:
-        """This rank's samples in the batch of `step`, as text."""
+    def named(self, step: int, part: Part | None = None) -> str:
+        """This rank's samples in the batch of `step`, as text: all, or those of a micro-batch, whose last one was of
+        this batch."""
         rows = self._share.read
+        if part is not None and sum(part.rows) == len(rows):
+            first = sum(part.rows[: part.number])
+            rows = rows[first : first + part.rows[part.number]] or rows[:1]
+        elif part is not None and not part.rows and self.accumulate == part.of:
+            rows = rows[self._share.parts[part.number]]
+        elif part is not None and not part.rows and self.accumulate == 1:
+            step -= part.of - 1 - part.number
         where = f"rows {rows.start} to {rows.stop - 1} of the batch of step {step}"
         if isinstance(self._feed, StreamFeed):
             return f"it had {where}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.observe.unusual import UnitSquare
 from shardwise.system.telemetry import Lap
 
 
@@ -30,7 +31,9 @@ class RankMessage:
     unusual: str = ""
     """What is unusual about its loss, in words: see `unusual.py`."""
     unusual_norm: str = ""
-    """What is unusual about the norm of all gradients, and what this rank has of it."""
+    """What is unusual about the norm of all gradients, in words."""
+    squares: tuple[UnitSquare, ...] = ()
+    """This rank's part of such a norm."""
 
     def message(self) -> bytes:
         return json.dumps({**self.__dict__, "lap": self.lap.__dict__}).encode()
@@ -38,7 +41,8 @@ class RankMessage:
     @classmethod
     def of(cls, message: bytes | str) -> RankMessage:
         fields = json.loads(message)
-        return cls(**{**fields, "lap": Lap(**fields["lap"])})
+        squares = tuple(UnitSquare(*one) for one in fields["squares"])
+        return cls(**{**fields, "lap": Lap(**fields["lap"]), "squares": squares})
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,12 @@ from shardwise.observe.run_timeline import TIMELINE_STEP, StepTimeline
 from shardwise.observe.slowness import SlowWindow
 from shardwise.observe.stragglers import LapOfRanks, StragglerWindow
 from shardwise.observe.trackers import Tracker, check_trackers, each_while_it_can, open_tracker
-from shardwise.observe.unusual import Unusual, most_telling
+from shardwise.observe.unusual import UnitSquare, Unusual, units_in_words, worst_of
 from shardwise.plan import Plan
 from shardwise.sharded.engine_report import MemoryReport, measured_anew, memory_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
-from shardwise.system.data_ranks import HANDED_OUT
+from shardwise.system.data_ranks import HANDED_OUT, Part
 from shardwise.system.job_folder import RECORD_PATH
 from shardwise.system.named_folder import folder_of
 from shardwise.system.process_memory import process_memory
@@ -228,20 +228,29 @@ class RunLog:
     def _judge(self, sharded: ShardedModel, own: RankMessage, numbers: Mapping[str, float]) -> None:
         """Note in this rank's message what is unusual about its step."""
         norm = sharded.progress.gradient_norm
-        own.unusual = self._unusual.loss_in_words(numbers, HANDED_OUT.text)
-        units = {flat.name: unit.name for unit in sharded.parts.sharding.units for flat in unit.flats}
-        own.unusual_norm = self._unusual.norm_in_words(
-            None if norm is None else float(norm),
-            lambda: [(units[flat], square) for flat, square in sharded.parts.verdict.squares()],
-        )
+        own.unusual = self._unusual.loss_in_words(numbers, lambda: _had(sharded))
+        own.unusual_norm = self._unusual.norm_in_words(None if norm is None else float(norm))
+        own.squares = _squares(sharded) if own.unusual_norm else ()
+        sharded.progress.step_losses.clear()
 
     def _note_unusual(self, messages: list[RankMessage], step: int) -> None:
-        """On rank 0: which ranks had unusual losses, and what is known of an unusual norm, which all ranks have."""
+        """On rank 0: which ranks had unusual losses, and which units an unusual norm is from, which all ranks of an
+        island have."""
         if self._world.rank != 0:
             return
+        assert self._sharded is not None
         found = [(rank, one.unusual) for rank, one in enumerate(messages) if one.unusual]
-        norms = [(rank, one.unusual_norm) for rank, one in enumerate(messages) if one.unusual_norm]
-        found += most_telling(norms)
+        islands: dict[int, dict[int, RankMessage]] = {}
+        for rank, one in enumerate(messages):
+            islands.setdefault(self._sharded.mesh.island_of(rank), {})[rank] = one
+        for island in islands.values():
+            told = {rank: one for rank, one in island.items() if one.unusual_norm}
+            if not told:
+                continue
+            rank, units = min(told), ""
+            if told.keys() == island.keys():  # a rank that has joined lately knows fewer norms to compare with
+                rank, units = units_in_words({rank: one.squares for rank, one in told.items()})
+            found.append((rank, told[rank].unusual_norm + (f": {units}" if units else "")))
         for rank, words in found:
             _log.warning("Step %d, rank %d: %s.", step, rank, words)
             if self._record is not None:
@@ -501,6 +510,28 @@ def _replay(sharded: ShardedModel) -> Replay:
         return Replay(scripts_of(pipeline.layout.schedule, sharded.mesh), sharded.mesh)
     program = sharded.parts.runner.programs.program
     return Replay([script_of(program, sharded.mesh, sharded.plan.accumulate)], sharded.mesh)
+
+
+def _had(sharded: ShardedModel) -> str:
+    """What this rank trained on in the step that has just ended: of several micro-batches the one that makes its loss
+    unusual, if their losses are known."""
+    losses, num = sharded.progress.step_losses, sharded.plan.accumulate
+    if num == 1 or len(losses) != num:
+        return HANDED_OUT.text()
+    worst = worst_of([float(losses[number]) for number in range(num)])
+    samples = HANDED_OUT.text(Part(worst, num, sharded.progress.step_rows))
+    return f"micro-batch {worst} of {num} has {float(losses[worst]):.4g}" + (f": {samples}" if samples else "")
+
+
+def _squares(sharded: ShardedModel) -> tuple[UnitSquare, ...]:
+    """This rank's summands of the norm of the step that has just ended."""
+    pipeline = sharded.parts.pipeline
+    units = {flat.name: (unit.name, flat.slots[0].name) for unit in sharded.parts.sharding.units for flat in unit.flats}
+    found = []
+    for flat, square in sharded.parts.verdict.squares():
+        unit, first = units[flat]
+        found.append(UnitSquare(0 if pipeline is None else pipeline.layout.stage_of(first), unit, square))
+    return tuple(found)
 
 
 def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Losses and gradients that are not finite, or far above those before: of which rank, samples and unit.
 
 Each rank judges its own loss, as it logs it, and the norm of the step's gradients, which all ranks know. What it finds
-goes with the message that ranks exchange when they log, so that a usual step costs nothing.
+goes with the message that ranks exchange when they log, so that a usual step costs nothing. Of an unusual norm each
+rank sends its summands, because shards of one unit, and stages of one model, are on several ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
+
+from shardwise.memory.select import REST
 
 WINDOW = 100
 """Values that one is compared with: the last ones."""
@@ -18,9 +22,16 @@ FEWEST = 20
 FACTOR = 8.0
 """Unusual: so many times as far above the median as usual values are from it. Among a million values of a normal
 distribution there is one above 5 standard deviations, which are 7.4 of these."""
-_OF_ALL, _FROM_THE_LOSS, _IS_FIRST = "those of all units", ", from the loss on", " is the first in the backward"
 LEAST_SHARE = 0.05
 """And by at least this share of the median, because the values of a converged run hardly differ."""
+
+
+class UnitSquare(NamedTuple):
+    """A rank's summand of the square of a norm, of one of its flat buffers; `stage` is 0 without a pipeline."""
+
+    stage: int
+    unit: str
+    square: float
 
 
 class Usual:
@@ -52,7 +63,8 @@ class Unusual:
     def loss_in_words(self, values: Mapping[str, float], samples: Callable[[], str]) -> str:
         """What is unusual about the losses of this rank, as a sentence without its subject; empty if nothing is.
 
-        `values` are what it logs, of which those with `loss` in their names are judged; `samples()` is what it had.
+        `values` are what it logs, of which those with `loss` in their names are judged; `samples()` is what it had, and
+        in which micro-batch.
         """
         found = []
         for name, value in values.items():
@@ -61,45 +73,49 @@ class Unusual:
         had = samples() if found else ""
         return "; ".join([*found, *([had] if had else [])])
 
-    def norm_in_words(self, norm: float | None, squares: Callable[[], Sequence[tuple[str, float]]]) -> str:
-        """The same for the norm of all gradients, with the units that they are from. See `units_in_words`."""
+    def norm_in_words(self, norm: float | None) -> str:
+        """The same for the norm of all gradients."""
         why = "" if norm is None else self._norms.judge(norm)
-        if not why:
-            return ""
-        units = units_in_words(squares())
-        return f"the norm of the gradients {why}" + (f": {units}" if units else "")
+        return f"the norm of the gradients {why}" if why else ""
 
 
-def most_telling(norms: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Of what each rank says of one norm of all gradients, what tells most: a rank with some units that are not finite
-    knows where they begin; where a rank has only such, but another has none, as earlier stages of a pipeline do behind
-    the one where they begin, they are not from the loss on."""
-    if not norms:
-        return []
-    rank, words = min(norms, key=lambda one: (_IS_FIRST not in one[1], _OF_ALL not in one[1]))
-    if words.endswith(_FROM_THE_LOSS) and not all(_OF_ALL in one for _, one in norms):
-        rank, words = max(one for one in norms if _OF_ALL in one[1])  # the last stage that has them
-        words = f"{words.removesuffix(_FROM_THE_LOSS)} that rank {rank} has, while another rank has none"
-    return [(rank, words)]
+def worst_of(losses: Sequence[float]) -> int:
+    """Which micro-batch makes a loss unusual: the first whose own is not finite, else that with the largest."""
+    broken = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    return max(range(len(losses)), key=lambda number: losses[number]) if broken is None else broken
 
 
-def units_in_words(squares: Sequence[tuple[str, float]]) -> str:
-    """Which units the gradients are from, as the end of a sentence. `squares` are the squares of norms of what one rank
-    has, in the order of the forward.
+def units_in_words(of_ranks: Mapping[int, Sequence[UnitSquare]]) -> tuple[int, str]:
+    """Which units a norm is from, as the end of a sentence, and the first rank that has most of it. `of_ranks` are the
+    summands of all ranks, each in the order of the forward.
 
     What is not finite makes all that comes later in the backward not finite too, so it came up in the last unit of the
-    forward that has any.
+    forward that has any. The parameters of no unit (`rest`) are used before the units and after them: what comes up
+    after them is in all units.
     """
-    by_unit: dict[str, float] = {}
-    for unit, square in squares:
-        by_unit[unit] = by_unit.get(unit, 0.0) + square
-    broken = [unit for unit, square in by_unit.items() if not math.isfinite(square)]
-    if broken and len(broken) == len(by_unit):
-        return f"{_OF_ALL}{_FROM_THE_LOSS}"
-    if broken:
-        return f"those of {len(broken)} of {len(by_unit)} units, of which {broken[-1]}{_IS_FIRST}"
-    total = sum(by_unit.values())
+    units: dict[str, dict[int, float]] = {}
+    stages: dict[str, set[int]] = {}
+    summands = [(one, rank) for rank, squares in of_ranks.items() for one in squares]
+    for one, rank in sorted(summands, key=lambda pair: (pair[0].unit != REST, pair[0].stage)):
+        by_rank = units.setdefault(one.unit, {})
+        by_rank[rank] = by_rank.get(rank, 0.0) + one.square
+        stages.setdefault(one.unit, set()).add(one.stage)
+    totals = {unit: sum(by_rank.values()) for unit, by_rank in units.items()}
+    broken = [unit for unit, square in totals.items() if not math.isfinite(square)]
+    total = sum(totals.values())
     if not total:
-        return ""
-    largest = max(by_unit, key=lambda unit: by_unit[unit])
-    return f"{by_unit[largest] / total:.0%} of its square is of unit {largest}"
+        return min(of_ranks, default=0), ""
+    if broken and len(broken) == len(units):
+        return min(of_ranks), "those of all units, from the loss on"
+    unit = broken[-1] if broken else max(totals, key=lambda one: totals[one])
+    by_rank = units[unit]
+    own_broken = [rank for rank, square in by_rank.items() if not math.isfinite(square)]
+    most = min(own_broken) if own_broken else max(by_rank, key=lambda rank: (by_rank[rank], -rank))
+    num_stages = len(set().union(*stages.values()))
+    where = "" if num_stages == 1 else f" (stage {' and '.join(map(str, sorted(stages[unit])))})"
+    if broken:
+        return (
+            most,
+            f"those of {len(broken)} of {len(units)} units, of which {unit}{where} is the first in the backward",
+        )
+    return most, f"{totals[unit] / total:.0%} of its square is of unit {unit}{where}"

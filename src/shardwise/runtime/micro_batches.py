@@ -79,6 +79,8 @@ class MicroBatch:
     """Computes the loss of what was given, calling the model once; without it the model is called with the batch."""
     names: tuple[str, ...] = ()
     """What the model's forward calls `args`, if that is known."""
+    rows: int | None = None
+    """How many it has of one batch that was cut into micro-batches."""
 
     @cached_property
     def branches(self) -> tuple[tuple[str, bool], ...]:
@@ -143,6 +145,8 @@ def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list
     else:
         targets = _parts(target, num, "target", is_even=not weighing.is_used)
         parts = [called_with(part, one, has_target=True) for part, one in zip(inputs, targets, strict=True)]
+    if isinstance(inputs, _Cut):
+        parts = [replace(part, rows=rows) for part, rows in zip(parts, inputs.counts, strict=True)]
     if not weighing.is_used:
         return parts
     if isinstance(inputs, _Cut):

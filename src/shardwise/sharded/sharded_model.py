@@ -45,6 +45,10 @@ class Progress:
     gradient_norm: Norm | None = None
     losses: tuple[torch.Tensor, ...] = ()
     """Of the micro-batches of the last step, or evaluation, that was called as a whole."""
+    step_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of the micro-batches of this step, by number, if there are several and they are known."""
+    step_rows: tuple[int, ...] = ()
+    """The rows of each, if they were cut from one batch."""
     scaler: LossScaler | None = None
     weighing: Weighing = field(default_factory=Weighing)
     micro_steps: MicroSteps = field(default_factory=MicroSteps)
@@ -60,6 +64,18 @@ class Progress:
     """Parameters whose states were in what was loaded last, and not read because they were frozen."""
     on_step: list[Callable[[], None]] = field(default_factory=list)
     """Called after every optimizer step."""
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """A loop goes back from the loss of a micro-batch."""
+        number = self.micro_steps.num_ended
+        if number == 0:
+            self.step_losses.clear()
+        self.step_losses[number], self.step_rows = loss.detach(), ()
+
+    def note_losses(self, losses: Sequence[torch.Tensor], rows: tuple[int, ...]) -> None:
+        """Those of all micro-batches of a step, with the rows that each has of one batch, if they are of one."""
+        self.losses = tuple(loss.reshape(()) for loss in losses)
+        self.step_losses, self.step_rows = dict(enumerate(self.losses)), rows
 
     def note_step(self) -> None:
         self.num_steps += 1
@@ -215,6 +231,8 @@ class ShardedModel(NotCopied):
         """`weight` overrides the weight of this micro-batch set by `weigh`."""
         if weight is not None and not self._weighs_losses:
             self._set_weight(weight)
+        if self.plan.accumulate > 1:
+            self.progress.note_loss(loss)
         if not self.progress.micro_steps.divides_arriving:
             loss = loss / self.plan.accumulate
         if self._weighs_losses:

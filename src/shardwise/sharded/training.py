@@ -127,7 +127,8 @@ class Session:
         else:
             losses = [self._trained(part, loss_fn) for part in parts]
         sharded.progress.micro_steps.are_all_run = True
-        return self._mean(losses, parts)
+        sharded.progress.note_losses(losses, tuple(part.rows for part in parts if part.rows is not None))
+        return mean_loss(losses, parts)
 
     def _require_by_samples(self, batch: Any, parts: Sequence[MicroBatch]) -> None:
         """Raise `ConfigError` if `parts` have cut what is every sample's."""

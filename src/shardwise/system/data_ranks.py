@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -64,10 +65,19 @@ class Follows(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch of a step, of which there are `of`; `rows` are those of each, if one batch was cut into them."""
+
+    number: int
+    of: int
+    rows: tuple[int, ...] = ()
+
+
 class Names(Protocol):
     """A loader that can name the samples it has handed out."""
 
-    def named(self, step: int) -> str: ...
+    def named(self, step: int, part: Part | None = None) -> str: ...
 
 
 class HandedOut(threading.local):
@@ -82,10 +92,10 @@ class HandedOut(threading.local):
             self._loader = weakref.ref(loader)
         self._step = step
 
-    def text(self) -> str:
-        """The samples as text; empty if unknown."""
+    def text(self, part: Part | None = None) -> str:
+        """The samples as text, of all or of a part; empty if unknown."""
         loader = self._loader() if self._loader is not None else None
-        return loader.named(self._step) if loader is not None else ""
+        return loader.named(self._step, part) if loader is not None else ""
 
 
 HANDED_OUT = HandedOut()

@@ -179,13 +179,14 @@ class Verdict:
             noted = flat.grads.noted_squares()
             for index, (parts, copies) in enumerate(flat.grads.squared_ranges()):
                 own = sum_of_all_squares(parts, self._dtype) if noted is None else noted[index].to(self._dtype)
+                own = own if copies == 1 else own / copies
                 self._squares.append((flat.name, own))
-                squared += own if copies == 1 else own / copies
+                squared += own
         return vector
 
     def squares(self) -> list[tuple[str, float]]:
-        """The squared norms of what this rank had of the last step's gradients, with the names of their flat buffers,
-        in the order of the forward. On a device the host waits."""
+        """This rank's summands of the square of the last step's norm, with the names of their flat buffers, in the
+        order of the forward. On a device the host waits."""
         return [(name, float(square)) for name, square in self._squares]
 
     def _touched_here(self) -> list[bool]:

@@ -125,6 +125,11 @@ class StageLayout:
     def pp_rank_of(self, stage: int) -> int:
         return stage % self.num_ranks
 
+    def stage_of(self, param: str) -> int:
+        """The first stage that has a module with this parameter; 0 for one that is used between modules."""
+        stages = (number for number, names in enumerate(self.stages) if any(_is_inside(param, name) for name in names))
+        return next(stages, 0)
+
     def __str__(self) -> str:
         lines = []
         for pp_rank in range(self.num_ranks):
