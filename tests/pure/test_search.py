@@ -435,6 +435,30 @@ def test_no_neighbour_of_the_best_is_better(most: int) -> None:
     assert all(one.found.seconds >= best.found.seconds for one in fitting if one.found is not None)
 
 
+class Guessed(Blocks):
+    """Whose activations seem to be kept on the host in a fifth of the time that it takes."""
+
+    def evaluate(self, candidate: Candidate, base: Plan | None = None) -> Evaluated:
+        found = super().evaluate(candidate, base)
+        share = 0.2 if candidate.policy == "offload" else 1.0
+        return replace(found, seconds=share * found.seconds, is_exact=False)
+
+    def confirm(self, candidate: Candidate) -> Evaluated:
+        return super().evaluate(candidate)
+
+
+def test_reasons_are_those_of_what_was_found_exactly() -> None:
+    """A neighbour that seems better, and had been left out, is evaluated exactly; if it is not, the reason says so."""
+    space = Space(("zero2",), (), ("keep", "offload"), shares=False)
+    chosen = found(Guessed(num=4, num_rows=64), 8, space=space, most_evaluated=1)
+    assert chosen.best[0].candidate.policy == "keep"
+    (moved,) = (one for one in chosen.why_not if one.what == "activations offload")
+    assert moved.found is not None
+    assert moved.found.is_exact
+    assert moved.found.seconds > chosen.best[0].found.seconds
+    assert moved.reason.startswith("+")
+
+
 def test_a_neighbour_that_was_not_asked_for_is_not_chosen() -> None:
     chosen = search(Blocks(num=4, width=1024, num_rows=8), 4, LIMITS, space=Space(("zero3",), ("tp",), ("keep",)))
     assert {one.candidate.preset for one in chosen.best} == {"zero3"}

@@ -172,8 +172,9 @@ class Candidate:
     @property
     def has_gradients_beside(self) -> bool:
         """Whether a rank has gradients of all it trains while it holds the activations of as many micro-batches as it
-        ever does: once a pipeline is full, unless that has more stages on a rank, whose gradients come one by one."""
-        return self.accumulate >= 2 * self.size("pp") and self.chunks == 1
+        ever does: once a pipeline is full, and each of several stages on a rank, which take turns, has been through a
+        backward."""
+        return self.accumulate >= (2 if self.chunks == 1 else 3) * self.size("pp")
 
     @cached_property
     def split(self) -> tuple[int, ...]:
