@@ -459,6 +459,21 @@ def test_what_does_not_fit_leaves_the_device_in_part() -> None:
     assert "of the states on a disk" in str(candidate)
 
 
+@sampled
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_stages_leave_the_device_in_part_whatever_the_number_of_micro_batches(schedule: str, chunks: int) -> None:
+    """What is found for three rounds of them is what more rounds need, and no more than they need."""
+    subject = ModelSubject(on_meta(Decoder, num_blocks=12, width=128), tokens(), H100, 64, Plan(), on_cpu=False)
+    sizes = (("pp", 2), ("dp", 2))
+    long = Candidate("zero1", sizes, 1, 16, schedule=schedule, chunks=chunks)
+    whole, offloaded = (subject.evaluate(replace(long, preset=preset)) for preset in ("zero1", "offload"))
+    limit = (whole.device_bytes + offloaded.device_bytes) // 2
+    found = subject.relieved(long, Limits(limit))
+    assert found.accumulate == 16
+    assert found.offload is not None
+    assert limit - whole.device_bytes // 6 < subject.evaluate(found).device_bytes <= limit
+
+
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_what_a_plan_computes_at_least() -> None:
     """For any preset, and in equal parts for ranks that share a model; never more than a step takes."""

@@ -435,6 +435,20 @@ def test_no_neighbour_of_the_best_is_better(most: int) -> None:
     assert all(one.found.seconds >= best.found.seconds for one in fitting if one.found is not None)
 
 
+def test_what_holds_all_micro_batches_is_evaluated_with_all_of_them() -> None:
+    """Of other schedules a few rounds tell what more hold."""
+    blocks = Blocks(num=4, width=1024, length=256, num_rows=32)
+    base = Plan(precision="bf16", mesh={"pp": 2, "dp": 2}, pipeline={"schedule": "gpipe"})  # type: ignore[arg-type]
+    space = Space(("zero1", "zero2"), (), ("keep",), schedules=(), rows=(1,), shares=False)
+    chosen = search(blocks, 4, LIMITS, base=base, space=space)
+    assert {(one.candidate.schedule, one.candidate.accumulate) for one in chosen.best} == {("gpipe", 16)}
+    for one in chosen.best:
+        assert not one.candidate.has_gradients_beside
+        assert one.found.device_bytes == blocks.evaluate(one.candidate, base).device_bytes
+        few = replace(one.candidate, accumulate=6)
+        assert one.found.device_bytes > 1.2 * blocks.evaluate(few, base).device_bytes
+
+
 class Guessed(Blocks):
     """Whose activations seem to be kept on the host in a fifth of the time that it takes."""
 

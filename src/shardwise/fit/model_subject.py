@@ -318,8 +318,9 @@ class ModelSubject:
         three rounds of micro-batches a pipeline holds what it holds after more."""
         disk = self.disk if self.hardware.disk is not None and limits.host_bytes is not None else None
         budget = Budget(device=limits.device_bytes, host=limits.host_bytes, disk=disk)
-        stages = candidate.size("pp")
-        settled = replace(candidate, accumulate=min(candidate.accumulate, 3 * stages)) if stages > 1 else candidate
+        few = min(candidate.accumulate, 3 * candidate.size("pp"))
+        is_long = candidate.size("pp") > 1 and not candidate.fills_first
+        settled = replace(candidate, accumulate=few) if is_long else candidate
         plan, mesh = self._placed(settled)
         counted = self._derived_ranks(settled, self._ranks(settled, plan, mesh))
         ranks = Ranks(self.on_cpu, min(candidate.world_size, self.hardware.ranks_per_node))

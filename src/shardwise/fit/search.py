@@ -378,7 +378,7 @@ class _Search:
         then is evaluated once, and its rounds taken for equally long."""
         stages = candidate.size("pp")
         num_rounds = candidate.accumulate / stages
-        if stages == 1 or num_rounds <= 3:
+        if stages == 1 or num_rounds <= 3 or candidate.fills_first:
             return self.subject.evaluate(candidate)
         few, more = (replace(candidate, accumulate=count * stages) for count in (2, 3))
         fullest = few if candidate.chunks == 1 else more  # several stages of a rank have all gradients only then
