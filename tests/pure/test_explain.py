@@ -632,7 +632,7 @@ def test_a_batch_that_cannot_be_rehearsed_is_refused(model_file: Path) -> None:
     def refusal(batch: str, model: str = "tiny") -> str:
         return refused("zero3", "--world", "2", "--model", f"{model_file}:{model}", "--batch", f"{model_file}:{batch}")
 
-    assert "batch is list; it must be what the model is called with" in refusal("listed_batch")
+    assert "batch is of type list; it must be what the model is called with" in refusal("listed_batch")
     assert "failed to make a batch: FileNotFoundError: data.bin. It is called here without" in refusal("no_batch")
     assert "has no callable 'btch'. Did you mean 'batch'?" in refusal("btch")
     assert "in forward, 'if hidden.max() > 0:', asks for the value" in refusal("batch", "Curious")

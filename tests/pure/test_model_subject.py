@@ -17,14 +17,16 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.candidates import Bounds, Candidate, Space
 from shardwise.fit.equal_blocks import EqualBlocks, equal_blocks, treats_alike, without_values
 from shardwise.fit.few_blocks import FewBlocks, count_alike
-from shardwise.fit.foreseen import Counted, count_step
+from shardwise.fit.foreseen import Counted, count_step, updates_of
 from shardwise.fit.hardware import Disk, hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import Found, Limits, search
 from shardwise.init import deferred_init
+from shardwise.memory import unit_specs
 from shardwise.parallel.outline import outline
 from shardwise.plan import Plan, PolicyName
 from shardwise.plan.mesh import Mesh
+from shardwise.program import Update
 from tests.models import Decoder, Gpt, Mixture, Stack
 from tests.thorough import sampled, thorough_only
 
@@ -180,6 +182,24 @@ def test_axes_are_tried(axis: str, build: Callable[..., nn.Module], batch: Any) 
     assert by_size[2].parts[f"waiting along {axis}"] > by_size[1].parts.get(f"waiting along {axis}", 0.0)
 
 
+def test_units_with_the_same_contents_are_planned_once() -> None:
+    """Whatever one of them has apart (what is frozen, another optimizer's update) is planned for it alone."""
+    model, mesh = on_meta(Decoder, num_blocks=6), Mesh(("dp",), (4,))
+    plan = Plan(preset="zero3", resident_below=100)
+    updates = updates_of(model, "adamw")
+    model.blocks[2].up.weight.requires_grad_(False)
+    updates[model.blocks[4].up.weight] = Update(needs_norm=True)
+    found = outline(model, plan, mesh, 0)
+    together = unit_specs(found.choices, found.rows, mesh, updates, on_cpu=False)
+    one_by_one = [unit_specs([choice], found.rows, mesh, updates, on_cpu=False)[0] for choice in found.choices]
+    assert together == one_by_one
+    names = [{flat.name for flat in unit.flats} for unit in together]
+    assert len(set().union(*names)) == sum(map(len, names)) > len(names), "each has names of its own"
+    by_block = [[replace(flat, name="") for flat in unit.flats] for unit in together if "blocks" in unit.name]
+    assert by_block[0] == by_block[1] == by_block[5] != by_block[4]
+    assert by_block[0] != by_block[2] != by_block[4]
+
+
 class Spares(Decoder):
     """Copies nothing for a single sample, as reshaping and expanding do."""
 
@@ -244,6 +264,44 @@ def test_a_bound_needs_no_rehearsal_of_each_treatment() -> None:
     subject._known_passes.clear()
     subject._least.clear()
     assert subject.least(kept).seconds > 50 * bounds[0], "messages within layers count"
+
+
+@sampled
+@pytest.mark.parametrize("build", [Decoder, Spares])
+@pytest.mark.parametrize("link", [1e8, 25e9])
+def test_a_treatment_is_bounded_by_itself_on_fewer_ranks(build: type[Decoder], link: float) -> None:
+    """Whatever it computes, copies to the host and holds there, each of twice as many ranks does half of at least; so
+    no split of a model is rehearsed for a treatment that is too slow or too large without it."""
+    host = H100.host
+    assert host is not None
+    slow = H100.model_copy(update={"host": host.model_copy(update={"link_bytes_per_second": link})})
+    subject = ModelSubject(on_meta(build, num_blocks=8, width=256), tokens(1, length=64), slow, 64, WIDE, on_cpu=False)
+    bounds = Bounds(subject.base, slow, {})
+    for policy in ("keep", "recompute", "offload"):
+        bounds.size_of[policy, None] = subject.size(policy, None)  # type: ignore[index, arg-type]  # one of them
+    split = [Candidate("zero1", (("dp", 2), ("tp", tp)), rows, 16 // rows) for tp in (2, 4) for rows in (1, 2)]
+    for one in split:
+        subject.least(one, itself=True)
+    rehearsed = counting(subject)
+    policies: tuple[PolicyName, ...] = ("recompute", "offload")
+    every = [replace(one, policy=policy) for policy in policies for one in split]
+    least = [subject.least(one) for one in every]
+    assert rehearsed == [], "activations that are kept were, and treatments without a split"
+    assert not any(one.is_own for one in least)
+    for one in every:
+        if (one.size("tp"), one.rows) == (4, 1):
+            assert not subject.least(one, itself=True).is_own
+    assert rehearsed == [(policy, 2, subject._rows_of_size) for policy in policies], "of four ranks two tell more"
+    closer = [subject.least(one) for one in every]
+    for one, *bounded in zip(every, least, closer, strict=True):
+        exact = subject.evaluate(one)
+        rough = replace(bounds.of(one), device_bytes=0.0)
+        held = [rough.bytes_with(found.loads, grad_waits=False) for found in bounded]
+        assert max(found.seconds for found in bounded) <= 1.001 * exact.seconds, one
+        assert 0 < held[0] <= held[1] <= 1.001 * exact.device_bytes, one
+        if (one.policy, link) == ("offload", 1e8):
+            kept = subject.least(replace(one, policy="keep")).seconds
+            assert bounded[0].seconds > 0.3 * exact.seconds > 10 * kept, one
 
 
 PRESETS = ("zero1", "zero3", "hpz", "zero3-kept")
@@ -399,6 +457,21 @@ def test_what_does_not_fit_leaves_the_device_in_part() -> None:
     assert 0 < candidate.offload.optim_disk < candidate.offload.optim
     assert candidate.plan(subject.base).disk == "/scratch"
     assert "of the states on a disk" in str(candidate)
+
+
+@sampled
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_stages_leave_the_device_in_part_whatever_the_number_of_micro_batches(schedule: str, chunks: int) -> None:
+    """What is found for three rounds of them is what more rounds need, and no more than they need."""
+    subject = ModelSubject(on_meta(Decoder, num_blocks=12, width=128), tokens(), H100, 64, Plan(), on_cpu=False)
+    sizes = (("pp", 2), ("dp", 2))
+    long = Candidate("zero1", sizes, 1, 16, schedule=schedule, chunks=chunks)
+    whole, offloaded = (subject.evaluate(replace(long, preset=preset)) for preset in ("zero1", "offload"))
+    limit = (whole.device_bytes + offloaded.device_bytes) // 2
+    found = subject.relieved(long, Limits(limit))
+    assert found.accumulate == 16
+    assert found.offload is not None
+    assert limit - whole.device_bytes // 6 < subject.evaluate(found).device_bytes <= limit
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

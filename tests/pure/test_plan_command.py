@@ -116,3 +116,14 @@ def test_a_batch_without_samples_is_refused(words: list[str], capsys: pytest.Cap
     words[4] = words[4].replace(":batch", ":empty")
     assert main([*words, "--world", "8"]) == 2
     assert "tiny.py:empty has no samples" in capsys.readouterr().err
+
+
+def test_a_batch_of_an_unknown_type_is_refused_by_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a dataclass, whose tensors nobody knows."""
+    own = "from dataclasses import dataclass\n@dataclass\nclass Pair:\n    x: torch.Tensor\n"
+    own += "def pair():\n    return Pair(torch.ones(4, 64))\n"
+    file = Path(words[2].partition(":")[0])
+    file.write_text(MODEL + own)
+    words[4] = words[4].replace(":batch", ":pair")
+    assert main([*words, "--world", "8"]) == 2
+    assert "of type Pair, has no tensor with a dim for samples" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from shardwise.errors import ConfigError, ProgramError
+from shardwise.fit.least_steps import Order, StagePass
 from shardwise.plan.schema import ScheduleName
 from shardwise.program.in_flight import held_beside
 from shardwise.program.schedule import (
@@ -162,6 +163,26 @@ def test_what_is_held_beside_an_op_follows_from_the_order(schedule: str, num_chu
         if num_chunks == 1:
             assert beside["F", rank] == (counts - 1) * left[rank]
     assert held_beside(made, 0, left, dict.fromkeys(left, 0))["F", 0] <= held_beside(made, 0, left, left)["F", 0]
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1)])
+def test_a_bound_holds_what_a_schedule_does(schedule: str, num_chunks: int) -> None:
+    """On each rank, whose stages differ: while an op goes on, beside its own peak, and with its rank's share."""
+    num_ranks, num_micro_batches = 4, 8
+    made = schedule_for(schedule, num_ranks, num_micro_batches, num_chunks)
+    held = {stage: 10 + stage % 5 * (stage % 3 + 1) for stage in range(made.num_stages)}
+    passes = [StagePass(2.0, 4.0, 1.0, 0.0, num + 3, num + 5, num) for num in held.values()]
+    peaks = {"F": 3, "B": 5, "I": 0, "W": 0}
+    shares = [1.0 + rank / 8 for rank in range(num_ranks)]
+    order = Order.of(schedule, num_ranks, num_micro_batches, num_chunks)
+    loads = {load.share: load.activations for load in order.loads(passes, shares)}
+    for rank, share in enumerate(shares):
+        beside = held_beside(made, rank, held, held)
+        most = max(others + held[stage] + peaks[kind] for (kind, stage), others in beside.items())
+        assert loads[share] == most
+    longest = max(run.seconds for run in order.runs(passes, shares, num_micro_batches))
+    assert longest <= timed(made, lambda op: {"F": 2.0, "B": 4.0, "I": 3.0, "W": 1.0}[op.kind]).length
+    assert longest > num_micro_batches * num_chunks * 6.0
 
 
 def test_a_first_half_leaves_what_it_puts_aside() -> None:

@@ -435,6 +435,44 @@ def test_no_neighbour_of_the_best_is_better(most: int) -> None:
     assert all(one.found.seconds >= best.found.seconds for one in fitting if one.found is not None)
 
 
+def test_what_holds_all_micro_batches_is_evaluated_with_all_of_them() -> None:
+    """Of other schedules a few rounds tell what more hold."""
+    blocks = Blocks(num=4, width=1024, length=256, num_rows=32)
+    base = Plan(precision="bf16", mesh={"pp": 2, "dp": 2}, pipeline={"schedule": "gpipe"})  # type: ignore[arg-type]
+    space = Space(("zero1", "zero2"), (), ("keep",), schedules=(), rows=(1,), shares=False)
+    chosen = search(blocks, 4, LIMITS, base=base, space=space)
+    assert {(one.candidate.schedule, one.candidate.accumulate) for one in chosen.best} == {("gpipe", 16)}
+    for one in chosen.best:
+        assert not one.candidate.has_gradients_beside
+        assert one.found.device_bytes == blocks.evaluate(one.candidate, base).device_bytes
+        few = replace(one.candidate, accumulate=6)
+        assert one.found.device_bytes > 1.2 * blocks.evaluate(few, base).device_bytes
+
+
+class Guessed(Blocks):
+    """Whose activations seem to be kept on the host in a fifth of the time that it takes."""
+
+    def evaluate(self, candidate: Candidate, base: Plan | None = None) -> Evaluated:
+        found = super().evaluate(candidate, base)
+        share = 0.2 if candidate.policy == "offload" else 1.0
+        return replace(found, seconds=share * found.seconds, is_exact=False)
+
+    def confirm(self, candidate: Candidate) -> Evaluated:
+        return super().evaluate(candidate)
+
+
+def test_reasons_are_those_of_what_was_found_exactly() -> None:
+    """A neighbour that seems better, and had been left out, is evaluated exactly; if it is not, the reason says so."""
+    space = Space(("zero2",), (), ("keep", "offload"), shares=False)
+    chosen = found(Guessed(num=4, num_rows=64), 8, space=space, most_evaluated=1)
+    assert chosen.best[0].candidate.policy == "keep"
+    (moved,) = (one for one in chosen.why_not if one.what == "activations offload")
+    assert moved.found is not None
+    assert moved.found.is_exact
+    assert moved.found.seconds > chosen.best[0].found.seconds
+    assert moved.reason.startswith("+")
+
+
 def test_a_neighbour_that_was_not_asked_for_is_not_chosen() -> None:
     chosen = search(Blocks(num=4, width=1024, num_rows=8), 4, LIMITS, space=Space(("zero3",), ("tp",), ("keep",)))
     assert {one.candidate.preset for one in chosen.best} == {"zero3"}

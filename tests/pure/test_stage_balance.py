@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from shardwise.errors import ModelError
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.measured_work import Call, Operand, OperatorClock
 from shardwise.fit.stage_balance import Balance, stage_balance
-from shardwise.parallel.pipeline import stage_layout
+from shardwise.parallel.pipeline import balanced, stage_layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from tests.models import Decoder
@@ -44,6 +46,17 @@ def found(on: Hardware | OperatorClock | None = None, **pipeline: object) -> Bal
         model = Uneven()
     batch = tuple(torch.zeros(64, 512, dtype=torch.int64) for _ in range(2))
     return stage_balance(model, stage_layout(model, plan, mesh), batch, plan, mesh, on or hardware("h100-sxm"))
+
+
+@pytest.mark.parametrize("costs", [[1.0] * 9, [3, 0, 0, 5, 1, 0, 2, 2], [7, 1, 1, 1, 1, 1, 1, 6], [0, 0, 4, 0, 0]])
+def test_the_most_expensive_run_is_as_cheap_as_possible(costs: list[float]) -> None:
+    """Of all ways to cut a list into so many runs that are not empty."""
+    for num in range(1, len(costs) + 1):
+        every = [(0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), num - 1)]
+        most = [max(sum(costs[start:stop]) for start, stop in pairwise(cuts)) for cuts in every]
+        cuts = (0, *balanced(costs, num), len(costs))
+        assert cuts in every
+        assert most[every.index(cuts)] == min(most)
 
 
 def test_time_is_divided_and_not_parameters() -> None:

@@ -408,7 +408,7 @@ def test_a_model_that_asks_for_values_is_refused_at_its_line() -> None:
 def test_a_batch_that_does_not_fit_is_refused_at_its_line() -> None:
     with pytest.raises(ModelError, match=r"could not be rehearsed on this batch: at .*in logits"):
         rehearsed(Transformer(), (torch.zeros(2, LENGTH + 1, dtype=torch.long), torch.zeros(2, dtype=torch.long)))
-    with pytest.raises(ConfigError, match="The batch is list; it must be what the model is called with"):
+    with pytest.raises(ConfigError, match="The batch is of type list; it must be what the model is called with"):
         rehearsed(Transformer(), [torch.zeros(2, LENGTH)])
 
 

@@ -289,6 +289,10 @@ class _Search:
         self._stages = _stages_by_pp_rank(model, plan, mesh, self._by_pp_rank)
         self._units = choose_units(model, plan)
         self._held: dict[Offload, _Held] = {}
+        self._known: dict[tuple[Offload, int], tuple[StepProgram, Footprint]] = {}
+        """By the pipeline rank."""
+        self._known_specs: dict[Offload, list[tuple[UnitSpec, ...]]] = {}
+        self._fullest = 0
         sizes = [(unit.name, unit_numel(unit)) for unit in self._units]
         are_all_trained = all(size.trained == size.all for _, size in sizes)
         self._updated = _Leaving(
@@ -309,8 +313,8 @@ class _Search:
         allowed = self._plan.budget.device or 0
         rows = [row for row in (updated, frozen, resting) if row]
         for choices in rows:
-            if self.holds(choices[-1]).device.total <= allowed:
-                found = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
+            if self._fits(choices[-1], allowed):
+                found = bisect_left(choices, True, key=lambda offload: self._fits(offload, allowed))
                 return choices[found]
         least = min((self.holds(row[-1]).device for row in rows), key=lambda held: held.total)
         raise ConfigError(
@@ -345,25 +349,40 @@ class _Search:
     def holds(self, offload: Offload) -> _Held:
         """The figures for the ranks of a host, which may have different stages."""
         if offload not in self._held:
-            prints, times = [], []
-            for pp_rank, units in enumerate(self._specs(offload)):
-                counted = None if self._activations is None else self._activations[pp_rank]
-                trace = self._trace(pp_rank, units) if counted is None else counted.trace
-                step = plan_step(units, trace, prefetch_bytes=self._plan.prefetch_bytes)
-                prints.append(
-                    step.footprint(
-                        states_per_param=self._states_per_param,
-                        num_micro_batches=self._plan.accumulate,
-                        activations=counted,
-                    )
-                )
-                times.append(self._time(step, prints[-1]))
+            known = [self._of_rank(offload, pp_rank) for pp_rank in range(len(self._by_pp_rank))]
+            prints = [held for _, held in known]
+            times = [self._time(step, held) for step, held in known]
             on_devices = self._of_host([one.total for one in prints])
             on_host = self._of_host([one.host_total for one in prints])
             on_disk = self._of_host([one.disk_total for one in prints])
             longest = max((one for one in times if one is not None), key=lambda one: one.least_seconds, default=None)
             self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_devices, on_host, on_disk, longest)
         return self._held[offload]
+
+    def _fits(self, offload: Offload, allowed: int) -> bool:
+        """Whether no rank has more than is `allowed` on its device. The one that last had is asked first, since one is
+        enough."""
+        others = [pp_rank for pp_rank in range(len(self._by_pp_rank)) if pp_rank != self._fullest]
+        for pp_rank in (self._fullest, *others):
+            if self._of_rank(offload, pp_rank)[1].total > allowed:
+                self._fullest = pp_rank
+                return False
+        return True
+
+    def _of_rank(self, offload: Offload, pp_rank: int) -> tuple[StepProgram, Footprint]:
+        """Its step, and what it holds."""
+        if (offload, pp_rank) not in self._known:
+            units = self._specs(offload)[pp_rank]
+            counted = None if self._activations is None else self._activations[pp_rank]
+            trace = self._trace(pp_rank, units) if counted is None else counted.trace
+            step = plan_step(units, trace, prefetch_bytes=self._plan.prefetch_bytes)
+            held = step.footprint(
+                states_per_param=self._states_per_param,
+                num_micro_batches=self._plan.accumulate,
+                activations=counted,
+            )
+            self._known[offload, pp_rank] = step, held
+        return self._known[offload, pp_rank]
 
     def with_images(self, offload: Offload) -> int:
         """Bytes of the host's memory that its ranks take, with the images from which others go on, and the copies of
@@ -451,10 +470,14 @@ class _Search:
 
     def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
         """The units of each pipeline rank."""
-        rows = rows_for(self._model, self._plan.with_offload(offload), self._mesh, self._experts)
-        on_cpu = self._ranks.on_cpu
-        every = (unit_specs(choices, rows, self._mesh, self._updates, on_cpu=on_cpu) for choices in self._by_pp_rank)
-        return [tuple(spec for spec in specs if spec.flats) for specs in every]
+        if offload not in self._known_specs:
+            rows = rows_for(self._model, self._plan.with_offload(offload), self._mesh, self._experts)
+            on_cpu = self._ranks.on_cpu
+            every = (
+                unit_specs(choices, rows, self._mesh, self._updates, on_cpu=on_cpu) for choices in self._by_pp_rank
+            )
+            self._known_specs[offload] = [tuple(spec for spec in specs if spec.flats) for specs in every]
+        return self._known_specs[offload]
 
     def _of_host(self, by_rank: Sequence[int]) -> int:
         """Bytes of all ranks of a host, from those of one rank at each pipeline rank."""

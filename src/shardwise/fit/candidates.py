@@ -172,8 +172,15 @@ class Candidate:
     @property
     def has_gradients_beside(self) -> bool:
         """Whether a rank has gradients of all it trains while it holds the activations of as many micro-batches as it
-        ever does: once a pipeline is full, unless that has more stages on a rank, whose gradients come one by one."""
-        return self.accumulate >= 2 * self.size("pp") and self.chunks == 1
+        ever does: once a pipeline is full, and each of several stages on a rank, which take turns, has been through a
+        backward; and never if all forwards come first."""
+        num_rounds = 2 if self.chunks == 1 else 3
+        return self.accumulate >= num_rounds * self.size("pp") and not self.fills_first
+
+    @property
+    def fills_first(self) -> bool:
+        """Whether stages hold the activations of all micro-batches of a step."""
+        return self.size("pp") > 1 and not self.parts and SCHEDULES[self.schedule].fills_first
 
     @cached_property
     def split(self) -> tuple[int, ...]:

@@ -10,13 +10,20 @@ update come on top. Activations are held likewise: those of the micro-batches in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import ge, mul
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwise.fit.candidates import Load
-from shardwise.program import Mark
-from shardwise.program.in_flight import held_beside
-from shardwise.program.schedule import Schedule
+from shardwise.program import Mark, Moment
+from shardwise.program.schedule import SCHEDULES, Op, OpKind
+
+Numbers = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,12 @@ class Least:
     loads: tuple[Load, ...] = ()
     is_own: bool = True
     """Whether it is from what was counted of a candidate itself, and not of one that does less."""
+
+    @classmethod
+    def of_all(cls, known: Sequence[Least]) -> Least:
+        """Where several are known of one step."""
+        runs = tuple(run for one in known for run in one.runs)
+        return cls(runs, tuple(load for one in known for load in one.loads), any(one.is_own for one in known))
 
     @property
     def seconds(self) -> float:
@@ -65,6 +78,15 @@ class StagePass:
     def seconds(self) -> float:
         return self.forward + self.backward
 
+    def holding(self, forward_bytes: float, backward_bytes: float, held_bytes: float) -> StagePass:
+        """The same with other activations."""
+        held = max(0, int(forward_bytes)), max(0, int(backward_bytes)), max(0, int(held_bytes))
+        return replace(self, forward_bytes=held[0], backward_bytes=held[1], held_bytes=held[2])
+
+    @property
+    def bytes(self) -> tuple[int, int, int]:
+        return self.forward_bytes, self.backward_bytes, self.held_bytes
+
 
 @dataclass(frozen=True)
 class Alone:
@@ -78,106 +100,140 @@ class Alone:
     fetching: float = 0.0
 
 
-def stage_passes(
-    marks: Sequence[Mark], alone: Sequence[Alone], stage_of: Sequence[int], leaving: Sequence[float]
-) -> list[StagePass]:
-    """Of each stage, from the record of a whole model, which is in the stage `stage_of` at each mark. `leaving` are the
-    seconds in which a backward of each stage puts gradients in their place."""
-    num_stages = len(leaving)
-    sums = [_Sums() for _ in leaving]
-    ends = [0] * (num_stages + 1)
-    for mark, one, stage in zip(marks, alone, stage_of, strict=True):
-        is_forward = mark.moment.phase == "forward"
-        if is_forward:
-            ends[stage + 1] = mark.live_bytes
-        if mark.moment.unit or num_stages == 1:
-            sums[stage].add(mark, one, is_forward=is_forward)
-    for stage in range(num_stages):  # a stage without marks of its own ends where the one before does
-        ends[stage + 1] = ends[stage + 1] or ends[stage]
-    return [
-        StagePass(
-            max(one.forward, one.evicting - one.longest_evict),
-            max(one.backward + left, one.fetching - one.longest_fetch),
-            one.weights,
-            one.messages + max(0.0, one.evicting - one.longest_evict) + max(0.0, one.fetching - one.longest_fetch),
-            max(0, one.forward_bytes - below),
-            max(0, one.backward_bytes - below),
-            max(0, end - below),
+@dataclass(frozen=True)
+class Record:
+    """What a whole model computes and holds in one micro-batch, by mark: the numbers of `Alone`, and bytes at most
+    meanwhile and then."""
+
+    moments: tuple[Moment, ...]
+    is_forward: Numbers
+    is_of_unit: Numbers
+    alone: Mapping[str, Numbers]
+    peak: Numbers
+    live: Numbers
+
+    @classmethod
+    def of(cls, marks: Sequence[Mark], alone: Sequence[Alone]) -> Record:
+        return cls(
+            tuple(mark.moment for mark in marks),
+            np.array([mark.moment.phase == "forward" for mark in marks]),
+            np.array([mark.moment.unit != "" for mark in marks]),
+            {one.name: np.array([getattr(of_mark, one.name) for of_mark in alone]) for one in fields(Alone)},
+            np.array([mark.peak_bytes for mark in marks]),
+            np.array([mark.live_bytes for mark in marks]),
         )
-        for one, left, below, end in zip(sums, leaving, ends, ends[1:], strict=False)
-    ]
+
+    def passes(self, stage_of: Numbers, leaving: Sequence[float]) -> list[StagePass]:
+        """Of each stage, where the model is in the stage `stage_of` at each mark. `leaving` are the seconds in which a
+        backward of each stage puts gradients in their place. Copies of activations wait for the one before, and all but
+        one end within their pass."""
+        num_stages = len(leaving)
+        counts = np.ones_like(self.is_of_unit) if num_stages == 1 else self.is_of_unit
+        in_forward, in_backward = counts & self.is_forward, counts & ~self.is_forward
+
+        def total(what: str, where: Numbers) -> Numbers:
+            return np.bincount(stage_of[where], self.alone[what][where], num_stages)
+
+        def most(numbers: Numbers, where: Numbers) -> Numbers:
+            found = np.zeros(num_stages, numbers.dtype)
+            np.maximum.at(found, stage_of[where], numbers[where])
+            return found
+
+        evicting = total("evicting", in_forward) - most(self.alone["evicting"], in_forward)
+        fetching = total("fetching", in_backward) - most(self.alone["fetching"], in_backward)
+        ends = np.zeros(num_stages + 1, self.live.dtype)
+        ends[stage_of[self.is_forward] + 1] = self.live[self.is_forward]  # those of a stage's last one
+        for stage in range(num_stages):  # a stage without marks of its own ends where the one before does
+            ends[stage + 1] = ends[stage + 1] or ends[stage]
+        columns = (
+            np.maximum(total("seconds", in_forward), evicting),
+            np.maximum(total("seconds", in_backward) + np.array(leaving), fetching),
+            total("weights", in_backward),
+            total("messages", counts) + np.maximum(0.0, evicting) + np.maximum(0.0, fetching),
+            np.maximum(0, most(self.peak, in_forward) - ends[:-1]),
+            np.maximum(0, most(self.peak, in_backward) - ends[:-1]),
+            np.maximum(0, ends[1:] - ends[:-1]),
+        )
+        return [StagePass(*of_stage) for of_stage in zip(*(one.tolist() for one in columns), strict=True)]
 
 
-@dataclass
-class _Sums:
-    """Of one stage. Copies of activations wait for the one before, and all but one end within their pass."""
+@dataclass(frozen=True)
+class Order:
+    """What bounds need to know of a schedule, which is long: by rank its stages, how many second halves of backwards
+    follow the last first half, and how many other micro-batches each of its stages holds at most during an op."""
 
-    forward: float = 0.0
-    backward: float = 0.0
-    weights: float = 0.0
-    messages: float = 0.0
-    evicting: float = 0.0
-    fetching: float = 0.0
-    longest_evict: float = 0.0
-    longest_fetch: float = 0.0
-    forward_bytes: int = 0
-    backward_bytes: int = 0
+    stages: tuple[tuple[int, ...], ...]
+    num_later: tuple[int, ...]
+    beside: tuple[Mapping[tuple[OpKind, int], frozenset[tuple[int, ...]]], ...]
+    """By kind of op and stage: numbers by stage, in their order, that occur together."""
 
-    def add(self, mark: Mark, one: Alone, *, is_forward: bool) -> None:
-        self.messages += one.messages
-        if is_forward:
-            self.forward += one.seconds
-            self.evicting += one.evicting
-            self.longest_evict = max(self.longest_evict, one.evicting)
-            self.forward_bytes = max(self.forward_bytes, mark.peak_bytes)
-        else:
-            self.backward += one.seconds
-            self.weights += one.weights
-            self.fetching += one.fetching
-            self.longest_fetch = max(self.longest_fetch, one.fetching)
-            self.backward_bytes = max(self.backward_bytes, mark.peak_bytes)
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, name: str, num_ranks: int, num_micro_batches: int, num_chunks: int) -> Order:
+        schedule = SCHEDULES[name].make(num_ranks, num_micro_batches, num_chunks)
+        stages = tuple(tuple(range(rank, schedule.num_stages, num_ranks)) for rank in range(num_ranks))
+        beside = tuple(map(_held_beside, schedule.rows, stages))
+        return cls(stages, tuple(map(_weights_behind, schedule.rows)), beside)
+
+    def runs(self, passes: Sequence[StagePass], shares: Sequence[float], num_micro_batches: int) -> list[Run]:
+        """Of each rank in a step with `num_micro_batches`, of which the schedule has the first rounds. `shares` are
+        those of the parameters, by rank, compared with the average."""
+        there = back = 0.0
+        found = []
+        for own, num_later, share in zip(self.stages, self.num_later, shares, strict=True):
+            first = passes[own[0]]
+            behind = self.num_later[0] * passes[0].weights if own[0] else 0.0  # the first rank ends last, with those
+            busy = num_micro_batches * sum(passes[stage].seconds for stage in own)
+            seconds = there + max(busy, busy - num_later * first.weights + back + behind)
+            messages = num_micro_batches * sum(passes[stage].messages for stage in own)
+            found.append(Run(seconds, seconds - busy + messages if share >= 1 else math.inf))
+            there += first.forward
+            back += first.backward - first.weights
+        return found
+
+    def loads(self, passes: Sequence[StagePass], shares: Sequence[float]) -> tuple[Load, ...]:
+        """Of each rank, but for those with less than another: the first one has most micro-batches in flight, the last
+        one the loss, and any may have more layers than others."""
+        found: dict[float, int] = {}
+        for own, beside, share in zip(self.stages, self.beside, shares, strict=True):
+            held = [passes[stage].held_bytes for stage in own]
+            most = max(
+                _PEAKS[kind](passes[stage]) + max(sum(map(mul, numbers, held)) for numbers in every)
+                for (kind, stage), every in beside.items()
+            )
+            found[share] = max(found.get(share, 0), most)
+        return tuple(Load(share, most) for share, most in found.items())
 
 
-def least_runs(
-    schedule: Schedule, passes: Sequence[StagePass], shares: Sequence[float], num_micro_batches: int
-) -> list[Run]:
-    """Of each rank in a step with `num_micro_batches`, of which `schedule` has the first rounds. `shares` are those of
-    the parameters, by rank, compared with the average."""
-    num_later = [_weights_behind(row) for row in schedule.rows]
-    found = []
-    for rank, row in enumerate(schedule.rows):
-        own = sorted({op.stage for op in row})
-        before = passes[: own[0]]
-        there = sum(one.forward for one in before)
-        back = sum(one.backward - one.weights for one in before)
-        if before:  # the first rank ends last, with what it has put off
-            back += num_later[0] * passes[0].weights
-        busy = num_micro_batches * sum(passes[stage].seconds for stage in own)
-        later = num_later[rank] * passes[own[0]].weights
-        seconds = there + max(busy, busy - later + back)
-        messages = num_micro_batches * sum(passes[stage].messages for stage in own)
-        found.append(Run(seconds, seconds - busy + messages if shares[rank] >= 1 else math.inf))
-    return found
+_PEAKS: Mapping[OpKind, Callable[[StagePass], int]] = {
+    "F": lambda one: one.forward_bytes,
+    "B": lambda one: one.backward_bytes,
+    "I": lambda one: one.held_bytes,
+    "W": lambda one: one.held_bytes,
+}
+
+
+def _held_beside(row: Sequence[Op], stages: Sequence[int]) -> dict[tuple[OpKind, int], frozenset[tuple[int, ...]]]:
+    """As `held_beside` in `program/in_flight.py`, in micro-batches, of which a first half of a backward frees none."""
+    numbers, places = [0] * len(stages), {stage: place for place, stage in enumerate(stages)}
+    begun: set[tuple[int, int]] = set()
+    found: dict[tuple[OpKind, int], set[tuple[int, ...]]] = {}
+    for kind, batch, stage in row:
+        if (stage, batch) in begun:
+            begun.remove((stage, batch))
+            numbers[places[stage]] -= 1
+        found.setdefault((kind, stage), set()).add(tuple(numbers))
+        if kind in "FI":
+            begun.add((stage, batch))
+            numbers[places[stage]] += 1
+    return {key: frozenset(_most(every)) for key, every in found.items()}
+
+
+def _most(every: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those of which no other has at least as many everywhere."""
+    return [one for one in every if not any(other != one and all(map(ge, other, one)) for other in every)]
 
 
 def _weights_behind(row: Sequence[tuple[str, int, int]]) -> int:
     """How many second halves of backwards follow the last first half."""
     return next((place for place, op in enumerate(reversed(row)) if op[0] != "W"), 0)
-
-
-def least_loads(schedule: Schedule, passes: Sequence[StagePass], shares: Sequence[float]) -> tuple[Load, ...]:
-    """Of the first rank, which has most micro-batches in flight, and of the last, which has the loss. `shares` are
-    those of the parameters, by rank."""
-    held = {stage: one.held_bytes for stage, one in enumerate(passes)}
-    found = []
-    for rank in dict.fromkeys((0, schedule.num_ranks - 1)):
-        beside = held_beside(schedule, rank, held, held)
-        peaks: Mapping[str, Callable[[StagePass], int]] = {
-            "F": lambda one: one.forward_bytes,
-            "B": lambda one: one.backward_bytes,
-            "I": lambda one: one.held_bytes,
-            "W": lambda one: one.held_bytes,
-        }
-        most = max(others + peaks[kind](passes[stage]) for (kind, stage), others in beside.items())
-        found.append(Load(shares[rank], most))
-    return tuple(found)

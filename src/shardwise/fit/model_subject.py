@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ from shardwise.fit.equal_blocks import treats_alike, without_values
 from shardwise.fit.few_blocks import FewBlocks
 from shardwise.fit.foreseen import Counted, RankUnits, count_step, parts_of, rank_units
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.least_steps import Alone, Least, Run, StagePass, least_loads, least_runs, stage_passes
+from shardwise.fit.least_steps import Alone, Least, Numbers, Order, Record, Run, StagePass
 from shardwise.fit.operations import COPYING, Operation, Operations, Worked, without
 from shardwise.fit.search import Evaluated, Limits
 from shardwise.fit.step_time import step_time
@@ -31,9 +32,10 @@ from shardwise.parallel.pipeline import StageLayout, stage_layout
 from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import mesh_for
-from shardwise.program import END_OF_BACKWARD, Mark, Update
+from shardwise.program import END_OF_BACKWARD, Mark, Moment, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
-from shardwise.program.schedule import SCHEDULES, Op, schedule_for, schedule_of, schedule_of_calls
+from shardwise.program.schedule import SCHEDULES, Op, schedule_of, schedule_of_calls
+from shardwise.runtime.activations import treatments_for
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.system.even_parts import divisors
 from shardwise.system.torch_private import tree_leaves, tree_map_only
@@ -72,8 +74,12 @@ class ModelSubject:
     _is_tried: bool = False
     _first_is_apart: bool = False
     """Whether the model does other things with `rows_of_batch` samples than with more, such as with a single one."""
+    _known: dict[object, list[_Known]] = field(default_factory=dict)
+    """What tells of a candidate without stages, by its key, until something more is rehearsed."""
     _least: dict[object, Least] = field(default_factory=dict)
     _known_passes: dict[object, list[StagePass]] = field(default_factory=dict)
+    _records: dict[object, Record] = field(default_factory=dict)
+    _known_stage_of: dict[tuple[tuple[Moment, ...], int], Numbers] = field(default_factory=dict)
     _known_alone: dict[object, tuple[Alone, Operations]] = field(default_factory=dict)
     """By the identity of operations, which are kept alive, and who communicates."""
     _known_stages: dict[tuple[int, int, str], _Stages] = field(default_factory=dict)
@@ -118,55 +124,76 @@ class ModelSubject:
         plain = replace(candidate, rows=rows, accumulate=stages, policy="keep", wires=())
         if self.base.pipeline.stages == "auto":
             plain = replace(plain, schedule=SCHEDULE, chunks=1)
-        self._ranks(plain, *self._placed(plain))
+        self._outline(plain)
         if candidate.size("sp") * candidate.size("ep") > 1:
             self._derived(plain)
 
     def least(self, candidate: Candidate, *, itself: bool = False) -> Least:
         """See [Note: least steps]. Whatever a treatment of activations does, it computes what keeping them does; and of
         twice as many ranks along `tp` each computes and holds at least half, and sends as much. Where a candidate's own
-        split and treatment have not been rehearsed, such others tell; `itself` has them rehearsed."""
-        if itself:
-            self._derived(candidate)
-        known, share, again = self._known_of(candidate)
+        split and treatment have not been rehearsed, such others tell. With `itself`, its treatment is rehearsed on the
+        fewest ranks along `tp` first, for the usual number of samples; and where that is known, as it is."""
+        whole = _of_model(candidate)
+        if itself and not self._is_derived(whole):
+            near = replace(_along_tp(whole, _smallest_prime(whole.size("tp"))), rows=self._rows_of_size)
+            is_near = _key(near) == _key(whole) or self._is_rehearsed(near)
+            self._derived(candidate) if is_near else self._count(near)
+        known = self._known.get(_key(whole))
+        if known is None:
+            known = self._known[_key(whole)] = self._known_of(whole)
         stages = candidate.size("pp")
         of_stages = (stages, candidate.chunks, candidate.schedule, candidate.parts) if stages > 1 else ()
-        key = _key(known), known.rows, candidate.policy, share, of_stages, _sharing(candidate), candidate.accumulate
+        alike = candidate.policy, candidate.rows, of_stages, _sharing(candidate), candidate.accumulate
+        key = tuple((_key(one.whole), self._is_rehearsed(one.whole), one.fewer is not None) for one in known), alike
         if key not in self._least:
-            self._least[key] = self._least_of(candidate, known, share, again)
+            self._least[key] = Least.of_all([self._least_of(candidate, one) for one in known])
         return self._least[key]
 
-    def _known_of(self, candidate: Candidate) -> tuple[Candidate, float, float]:
-        """What has been rehearsed, or will be, without stages; the share of what it computes and holds that `candidate`
-        does at least; and how many seconds of a micro-batch come on top."""
-        known, share, again = _of_model(candidate), 1.0, 0.0
-        kept = replace(known, policy="keep")
-        if known != kept and self.base.activations.policy is None and not self._is_derived(known):
-            again = self.size(candidate.policy, candidate.precision).flops_seconds
-            again -= self.size("keep", candidate.precision).flops_seconds
-            again = max(0.0, again) * candidate.rows / (candidate.size("tp") * candidate.size("sp"))
-            known = kept
-        while not self._is_derived(known):
-            _, *more = divisors(known.size("tp"))
-            if len(more) < 2:  # a prime number of ranks is rehearsed
-                break
-            sizes = tuple((axis, num // more[0] if axis == "tp" else num) for axis, num in known.sizes)
-            known, share = replace(known, sizes=sizes), share / more[0]
-        return known, share, again
+    def _known_of(self, whole: Candidate) -> list[_Known]:
+        """What tells of it: a rehearsal of its own split and treatment; or else of its treatment on fewer ranks along
+        `tp`, of as many samples or of those that `size` has rehearsed, and of activations that are kept."""
+        kept = replace(whole, policy="keep")
+        if whole == kept or self.base.activations.policy is not None or self._is_derived(whole):
+            return [self._on_fewer_ranks(whole, 2)]
+        again = self.size(whole.policy, whole.precision).flops_seconds
+        again -= self.size("keep", whole.precision).flops_seconds
+        again = max(0.0, again) * whole.rows / (whole.size("tp") * whole.size("sp"))
+        found = [replace(self._on_fewer_ranks(kept, 2), again=again)]
+        treated = [self._on_fewer_ranks(replace(whole, rows=rows), 1) for rows in (whole.rows, self._rows_of_size)]
+        best = max(filter(lambda one: self._is_derived(one.whole), treated), key=lambda one: one.share, default=None)
+        return found if best is None else [*found, best]
 
-    def _least_of(self, candidate: Candidate, known: Candidate, share: float, again: float) -> Least:
-        passes = self._passes(candidate, known, share)
+    def _on_fewer_ranks(self, whole: Candidate, fewest: int) -> _Known:
+        """The same on as many ranks along `tp` as have been rehearsed, or on a number of them that has to be: a prime
+        one, or 1 if that is the `fewest`."""
+        there = whole
+        while not self._is_derived(there):
+            fewer = _along_tp(there, there.size("tp") // _smallest_prime(there.size("tp")))
+            if fewer == there or fewer.size("tp") < fewest:
+                break
+            there = fewer
+        if there == whole:
+            return _Known(whole)
+        fewer = _along_tp(there, there.size("tp") // _smallest_prime(there.size("tp")))
+        tells = fewer != there and self._is_derived(there) and self._is_derived(fewer)
+        return _Known(there, there.size("tp") / whole.size("tp"), fewer if tells else None)
+
+    def _least_of(self, candidate: Candidate, found: _Known) -> Least:
+        known = found.whole
+        passes = self._passes(candidate, found)
         stages, accumulate = candidate.size("pp"), candidate.accumulate
         if stages == 1:
-            run = Run(accumulate * (passes[0].seconds + again), accumulate * passes[0].messages)
+            run = Run(accumulate * (passes[0].seconds + found.again), accumulate * passes[0].messages)
             least = Least((run,), (Load(1.0, max(passes[0].forward_bytes, passes[0].backward_bytes)),))
         else:
-            least = self._least_in_stages(candidate, passes, again)
+            least = self._least_in_stages(candidate, passes, found.again)
+        is_own = known.rows == candidate.rows and found.share == 1
         if known.policy != candidate.policy or candidate.parts:  # what is held is another matter
-            return replace(least, loads=(), is_own=known.policy == candidate.policy)
-        approximate = OPTIMISM if known.rows < self._rows_of_size and not self._is_rehearsed(known) else 1.0
-        scaled = (replace(one, activations=approximate * share * one.activations) for one in least.loads)
-        return replace(least, loads=tuple(scaled), is_own=share == 1)
+            return replace(least, loads=(), is_own=is_own and known.policy == candidate.policy)
+        if is_own and candidate.rows < self._rows_of_size and not self._is_rehearsed(known):
+            loads = (replace(one, activations=OPTIMISM * one.activations) for one in least.loads)
+            least = replace(least, loads=tuple(loads))
+        return replace(least, is_own=is_own)
 
     def _least_in_stages(self, candidate: Candidate, passes: Sequence[StagePass], again: float) -> Least:
         stages, accumulate = candidate.size("pp"), candidate.accumulate
@@ -175,50 +202,81 @@ class ModelSubject:
         if candidate.parts:
             return Least((Run(waiting),))
         rounds = min(accumulate, 2 * stages)
-        schedule = schedule_for(candidate.schedule, stages, rounds, candidate.chunks)
-        shares = self._stages(candidate).shares(stages)
-        runs = least_runs(schedule, passes, shares, accumulate)
-        return Least((Run(waiting), *runs), least_loads(schedule, passes, shares))
+        order = Order.of(candidate.schedule, stages, rounds, candidate.chunks)
+        shares = self._stages(candidate).shares
+        return Least((Run(waiting), *order.runs(passes, shares, accumulate)), order.loads(passes, shares))
 
-    def _passes(self, candidate: Candidate, known: Candidate, share: float) -> list[StagePass]:
-        """Of each stage of `candidate`."""
-        stages, sharing = candidate.size("pp"), _sharing(candidate)
+    def _passes(self, candidate: Candidate, known: _Known) -> list[StagePass]:
+        """Of each stage of `candidate`, at least: see [Note: derived bounds]."""
+        stages = candidate.size("pp")
         splits = stages > 1 and SCHEDULES[candidate.schedule].splits_backward
-        key = _key(known), share, sharing, stages, candidate.chunks, splits
+        of_stages = _sharing(candidate), stages, candidate.chunks, splits
+        of_known = _key(known.whole), self._is_rehearsed(known.whole), known.share, known.fewer is not None
+        key = of_known, candidate.rows, of_stages
         if key not in self._known_passes:
-            (found,) = self._derived(known, approximately=True)
-            alone = [self._alone(one, share, sharing, splits=splits) for one in found.worked]
-            if stages == 1:
-                stage_of = [0] * len(alone)
-            else:
-                stage_of = stages_of(found.activations.marks, self._stages(candidate).users)
-            num_trained = [self._num_trained] if stages == 1 else self._stages(candidate).num_trained
-            bytes_left = LEFT_BYTES / (candidate.size("tp") * candidate.size("ep"))
-            leaving = [
-                0.0 if self.hardware.is_processor else self.hardware.flat_seconds(bytes_left * num)
-                for num in num_trained
-            ]
-            self._known_passes[key] = stage_passes(found.activations.marks, alone, stage_of, leaving)
+            passes = self._counted_passes(candidate, known.whole, known.share, splits=splits)
+            if known.share < 1 or known.whole.rows != candidate.rows:
+                held = [[known.share * num for num in one.bytes] for one in passes]
+                if known.fewer is not None:
+                    fewer = self._counted_passes(candidate, known.fewer, known.share, splits=splits)
+                    here, there, before = (1 / one.size("tp") for one in (candidate, known.whole, known.fewer))
+                    beyond = (here - there) / (there - before)
+                    for mine, one, other in zip(held, passes, fewer, strict=True):
+                        affine = [num + beyond * (num - less) for num, less in zip(one.bytes, other.bytes, strict=True)]
+                        mine[:] = map(max, mine, (OPTIMISM * num for num in affine))
+                more = candidate.rows / known.whole.rows
+                approximate = OPTIMISM * more if more > 1 or candidate.rows < self._rows_of_size else 1.0
+                passes = [
+                    one.holding(*(approximate * num for num in mine)) for one, mine in zip(passes, held, strict=True)
+                ]
+            self._known_passes[key] = passes
         return self._known_passes[key]
 
-    def _alone(self, worked: Worked, share: float, sharing: Sharing, *, splits: bool) -> Alone:
-        """What was counted for fewer ranks along `tp`, of which a rank does a `share`; as two halves if a schedule
-        `splits` backwards."""
-        key = id(worked.operations), share, sharing, splits
+    def _counted_passes(self, candidate: Candidate, known: Candidate, share: float, *, splits: bool) -> list[StagePass]:
+        """Of each stage of `candidate`, from what was counted of `known`, of which a rank computes a `share`."""
+        stages, more, sharing = candidate.size("pp"), candidate.rows / known.rows, _sharing(candidate)
+        (found,) = self._derived(known, approximately=True)
+        key = id(found), share, more, sharing, splits  # which is kept: as it was counted, or derived
+        if key not in self._records:
+            alone = [self._alone(one, share, more, sharing, splits=splits) for one in found.worked]
+            self._records[key] = Record.of(found.activations.marks, alone)
+        num_trained = [self._num_trained] if stages == 1 else self._stages(candidate).num_trained
+        bytes_left = LEFT_BYTES / (candidate.size("tp") * candidate.size("ep"))
+        leaving = [
+            0.0 if self.hardware.is_processor else self.hardware.flat_seconds(bytes_left * num) for num in num_trained
+        ]
+        record = self._records[key]
+        return record.passes(self._stage_of(candidate, record.moments), leaving)
+
+    def _stage_of(self, candidate: Candidate, moments: tuple[Moment, ...]) -> Numbers:
+        """In which stage of `candidate` a model is at each moment, which is the same for many treatments."""
+        if candidate.size("pp") == 1:
+            return np.zeros(len(moments), int)
+        key = moments, candidate.size("pp") * candidate.chunks
+        if key not in self._known_stage_of:
+            self._known_stage_of[key] = np.array(stages_of(moments, self._stages(candidate).users))
+        return self._known_stage_of[key]
+
+    def _alone(self, worked: Worked, share: float, more: float, sharing: Sharing, *, splits: bool) -> Alone:
+        """What was counted for fewer ranks along `tp`, of which a rank does a `share`, and for other micro-batches than
+        those with `more` times as many samples; as two halves if a schedule `splits` backwards."""
+        key = id(worked.operations), share, more, sharing, splits
         if key not in self._known_alone:
             hardware = self.hardware
             ranks = {axis: range(0, size * stride, stride) for axis, size, stride in sharing}
 
+            few = min(1.0, more)  # larger micro-batches take at least as long
+
             def seconds_of(operations: Operations) -> tuple[float, float]:
                 computing, by_axis = seconds_alone(operations, hardware, ranks.__getitem__)
-                return share * computing, sum(by_axis.values())
+                return few * share * computing, few * sum(by_axis.values())
 
             later = seconds_of(worked.weights)[0] if splits else 0.0
             now, messages = seconds_of(without(worked.operations, worked.weights) if splits else worked.operations)
-            moved = dict.fromkeys(COPYING, 0.0)
+            moved, rows = dict.fromkeys(COPYING, 0.0), more * OPTIMISM if more > 1 else more
             for one in worked.operations:
                 if one.copies:
-                    moved[one.kind] += share * hardware.host_copy_seconds(one.num_bytes)
+                    moved[one.kind] += share * rows * hardware.host_copy_seconds(one.num_bytes)
             alone = Alone(now + messages + later, messages, later, moved["evict"], moved["fetch"])
             self._known_alone[key] = alone, worked.operations
         return self._known_alone[key][0]
@@ -256,11 +314,15 @@ class ModelSubject:
         return self._evaluated(candidate, plan, mesh, ranks, counted, is_exact=is_exact)
 
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
-        """With the least that a budget (`within_budget`) would put off the device, beside what activations take."""
+        """With the least that a budget (`within_budget`) would put off the device, beside what activations take. After
+        three rounds of micro-batches a pipeline holds what it holds after more."""
         disk = self.disk if self.hardware.disk is not None and limits.host_bytes is not None else None
         budget = Budget(device=limits.device_bytes, host=limits.host_bytes, disk=disk)
-        plan, mesh = self._placed(candidate)
-        counted = self._derived_ranks(candidate, self._ranks(candidate, plan, mesh))
+        few = min(candidate.accumulate, 3 * candidate.size("pp"))
+        is_long = candidate.size("pp") > 1 and not candidate.fills_first
+        settled = replace(candidate, accumulate=few) if is_long else candidate
+        plan, mesh = self._placed(settled)
+        counted = self._derived_ranks(settled, self._ranks(settled, plan, mesh))
         ranks = Ranks(self.on_cpu, min(candidate.world_size, self.hardware.ranks_per_node))
         fitted = within_budget(
             self.model,
@@ -308,10 +370,15 @@ class ModelSubject:
         """That of its plan. How layers are split, and activations treated, is the same for many."""
         plan, mesh = self._placed(candidate)
         stages = self._stages(candidate).layout if mesh.has_stages else None
-        split = tuple((axis, candidate.size(axis)) for axis in WITHIN)
-        alike = (split, candidate.policy) if candidate.size("ep") == 1 else None  # experts also split the other axes
-        found = outline(self.model, plan, mesh, 0, stages=stages, like=self._outlines.get(alike))
-        if alike is not None:
+        if candidate.size("ep") > 1:  # experts also split the other axes
+            return outline(self.model, plan, mesh, 0, stages=stages)
+        split = tuple((axis, candidate.size(axis)) for axis in WITHIN), plan.tensor.verify and mesh.has_stages
+        like = self._outlines.get((split, candidate.policy))
+        if like is None and split in self._outlines:
+            like = self._outlines[split]
+            like = replace(like, treatments=treatments_for(self.model, like.choices, plan))
+        found = outline(self.model, plan, mesh, 0, stages=stages, like=like)
+        for alike in (split, (split, candidate.policy)):
             self._outlines.setdefault(alike, found)
         return found
 
@@ -412,6 +479,7 @@ class ModelSubject:
             except (ModelError, ConfigError) as error:
                 found = error
             self._counted[key] = found
+            self._known.clear()
         if isinstance(found, ModelError | ConfigError):
             raise found
         return found
@@ -441,6 +509,35 @@ class ModelSubject:
 
 
 @dataclass(frozen=True)
+class _Known:
+    """What has been rehearsed, or will be, without stages, for a candidate; the `share` of it that one of its ranks
+    computes at least, the same on `fewer` ranks if that is known too, and seconds of a micro-batch that come on top."""
+
+    whole: Candidate
+    share: float = 1.0
+    fewer: Candidate | None = None
+    again: float = 0.0
+
+
+# [Note: derived bounds] Of ranks along `tp`, twice as many do at least half each. What they hold is affine in their
+# inverse, as far as a part of it is split and the rest is not; so two numbers of them tell of more, but for what only
+# split models have, for which there is `OPTIMISM`. Of samples, fewer do and hold at least as much for each, and more
+# take at least as long together, hold as much for each but for what does not depend on them (`OPTIMISM` again), and
+# move as much. A bound for each treatment, number of ranks and of samples then costs two rehearsals of a treatment
+# instead of two for each number of ranks.
+
+
+def _along_tp(whole: Candidate, size: int) -> Candidate:
+    sizes = tuple((axis, size if axis == "tp" else num) for axis, num in whole.sizes)
+    return whole if sizes == whole.sizes else replace(whole, sizes=sizes)
+
+
+def _smallest_prime(number: int) -> int:
+    """The smallest one that divides it; 1 for 1."""
+    return (*divisors(number), 1)[1]
+
+
+@dataclass(frozen=True)
 class _Stages:
     """The stages of a pipeline: in which of them each unit is, and their elements."""
 
@@ -459,8 +556,10 @@ class _Stages:
         numel = [sum(param.numel() for param in own) for own in by_stage]
         return cls(layout, users, numel, [sum(one.numel() for one in own if one.requires_grad) for own in by_stage])
 
-    def shares(self, num_ranks: int) -> list[float]:
+    @cached_property
+    def shares(self) -> list[float]:
         """By rank: elements, or trained ones if these are fewer, as a share of what the average rank has."""
+        num_ranks = self.layout.num_ranks
         shares = [1.0] * num_ranks
         for sizes in (self.numel, self.num_trained):
             mean = sum(sizes) / num_ranks
@@ -596,7 +695,7 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
     for rank in ranks:
         for name, some in rank.stages_of_units.items():
             users.setdefault(name, set()).update(some)
-    stage_of = stages_of(whole.activations.marks, users)
+    stage_of = stages_of([mark.moment for mark in whole.activations.marks], users)
     last = max(op.stage for rank in ranks for op in rank.row)
     found = []
     for rank in ranks:
@@ -628,14 +727,14 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
     return found
 
 
-def stages_of(marks: Sequence[Mark], users: Mapping[str, set[int]]) -> list[int]:
-    """In which stage the model is at each mark: units that several stages use (embedding and head in one) are used in
+def stages_of(moments: Sequence[Moment], users: Mapping[str, set[int]]) -> list[int]:
+    """In which stage the model is at each moment: units that several stages use (embedding and head in one) are used in
     the one that has come last."""
     stage, found = 0, []
-    for mark in marks:
-        some = users.get(mark.moment.unit)
+    for moment in moments:
+        some = users.get(moment.unit)
         if some and stage not in some:
-            later = mark.moment.phase == "forward"
+            later = moment.phase == "forward"
             ahead = [one for one in some if (one > stage) == later]
             stage = (min if later else max)(ahead or some)
         found.append(stage)
@@ -676,7 +775,10 @@ def rows_of(batch: object) -> int:
     for leaf in _leaves(batch):
         if leaf.dim():
             return leaf.shape[0]
-    raise ConfigError("The batch has no tensor with a dim for samples, so its size is unknown. Give one.")
+    raise ConfigError(
+        f"The batch, of type {type(batch).__name__}, has no tensor with a dim for samples, so its size is unknown. "
+        f"Give what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments."
+    )
 
 
 def with_rows(batch: object, rows: int, rows_now: int, num_parts: int = 1) -> object:

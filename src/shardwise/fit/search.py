@@ -326,12 +326,13 @@ class _Search:
         return closer
 
     def _closer(self, candidate: Candidate, bound: Bound, *, itself: bool) -> Bound:
+        known = replace(bound, is_own=True)  # the reason is found when it is evaluated
         if self.why_unsplit(candidate) is not None:
-            return bound
+            return known
         try:
             least = self.subject.least(candidate, itself=itself)
         except REFUSALS:
-            return bound  # the reason is found when it is evaluated
+            return known
         seconds = least.seconds_beside(bound.communicating, self.subject.hardware.contention)
         num_bytes = bound.bytes_with(least.loads, grad_waits=candidate.has_gradients_beside)
         is_own = least.is_own
@@ -373,12 +374,21 @@ class _Search:
 
     def _evaluated(self, candidate: Candidate) -> Evaluated:
         """Once a pipeline is full, each further round of micro-batches takes as long as the one before: schedules of
-        many rounds are evaluated at two and at three, and what the third adds counts for all others."""
+        many rounds are evaluated at two and at three, and what the third adds counts for all others. What does not fit
+        then is evaluated once, and its rounds taken for equally long."""
         stages = candidate.size("pp")
-        num_more = candidate.accumulate / stages - 3
-        if stages == 1 or num_more <= 0:
+        num_rounds = candidate.accumulate / stages
+        if stages == 1 or num_rounds <= 3 or candidate.fills_first:
             return self.subject.evaluate(candidate)
-        two, three = (self.subject.evaluate(replace(candidate, accumulate=count * stages)) for count in (2, 3))
+        few, more = (replace(candidate, accumulate=count * stages) for count in (2, 3))
+        fullest = few if candidate.chunks == 1 else more  # several stages of a rank have all gradients only then
+        found = self.subject.evaluate(fullest)
+        if not found.fits(self.limits):
+            longer = num_rounds * stages / fullest.accumulate
+            parts = {part: longer * num for part, num in found.parts.items()}
+            return replace(found, seconds=longer * found.seconds, parts=parts, is_exact=False)
+        two, three = (found if one == fullest else self.subject.evaluate(one) for one in (few, more))
+        num_more = num_rounds - 3
 
         def beyond(few: float, more: float) -> float:
             return more + num_more * (more - few)
@@ -451,12 +461,15 @@ class _Search:
             if candidate in self.known or climb.is_worse(candidate, bound):
                 continue
             is_first = candidate not in self.closer
-            closer = self.look(candidate, bound, itself=not is_first)
-            if is_first or closer.seconds > bound.seconds or not self._may_fit(closer):
-                if self._may_fit(closer):
-                    heappush(queue, (self._guess(candidate, closer), place, candidate, closer))
+            closer = self.look(candidate, bound)  # more may be known by now
+            if not is_first and closer.seconds <= bound.seconds and self._may_fit(closer):
+                closer = self.look(candidate, bound, itself=True)
+            if not self._may_fit(closer):
                 continue
-            climb.visit(candidate)
+            if is_first or closer.seconds > bound.seconds or not closer.is_own:
+                heappush(queue, (self._guess(candidate, closer), place, candidate, closer))
+            else:
+                climb.visit(candidate)
         return climb.best
 
     def _count_left(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> None:
@@ -490,10 +503,11 @@ class _Search:
         while True:
             neighbours = [candidate for _, candidate in self._neighbours(best[0].candidate)]
             self.outside.update(one for one in neighbours if one not in inside and one not in self.known)
-            reasons = tuple(self._why_not(best[0]))
+            for one in neighbours:
+                self.evaluate(one)
             found = self._exactly(self._known_best(), fitting)
             if found[0].candidate == best[0].candidate:
-                return found, reasons
+                return found, tuple(self._why_not(found[0]))  # by what those that seemed better really take
             best = found
 
     def _neighbours(self, best: Candidate) -> Iterable[tuple[str, Candidate]]:

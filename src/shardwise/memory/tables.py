@@ -76,7 +76,7 @@ def tables_for(
     if plan.follows_model:
         return _tables_by_precision(model, plan, mesh, known)
     boxes = known or {}
-    owners = owners_of(model)
+    owners = owners_of(model) if plan.rules else {}
     common = LabelledTable("", table_for(plan, mesh))
     small = LabelledTable(SMALL, resident_table(plan, mesh)) if plan.resident_below else common
     ruled = {name: LabelledTable(name, table) for name, table in ruled_tables(plan, mesh).items()}

@@ -112,7 +112,39 @@ def unit_specs(
     (`Collectives.overlaps_compute`); default: on devices they do.
     """
     overlaps = overlaps_compute or (lambda _: not on_cpu)
-    return _keep_some([_unit_spec(choice, rows, mesh, updates, on_cpu, overlaps) for choice in choices])
+    known: dict[object, UnitSpec] = {}
+    specs = []
+    for choice in choices:
+        contents = _contents(choice, rows, updates)
+        if contents not in known:
+            known[contents] = _unit_spec(choice, rows, mesh, updates, on_cpu, overlaps)
+        specs.append(_renamed(known[contents], choice.name))
+    return _keep_some(specs)
+
+
+def _contents(
+    choice: UnitChoice, rows: Mapping[nn.Parameter, LabelledTable], updates: Mapping[nn.Parameter, Update] | None
+) -> object:
+    """What the spec of a unit depends on beside its name: most units of a large model are equal blocks."""
+    of_params = tuple(
+        (
+            param.shape,
+            param.requires_grad,
+            id(rows[param]) if lies_in_units(param) else None,
+            updates.get(param) if updates is not None else None,
+            choice.boxes.get(param),
+        )
+        for param in choice.params.values()
+    )
+    return of_params, choice.spans_model
+
+
+def _renamed(spec: UnitSpec, name: str) -> UnitSpec:
+    """That of a unit with the same contents."""
+    if spec.name == name:
+        return spec
+    flats = tuple(replace(flat, name=name + flat.name.removeprefix(spec.name)) for flat in spec.flats)
+    return replace(spec, name=name, flats=flats)
 
 
 def _unit_spec(

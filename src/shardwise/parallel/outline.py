@@ -86,7 +86,8 @@ def outline(
         from shardwise.parallel.pipeline import stage_layout  # only plans with a pipeline load it
 
         stages = stage_layout(model, plan, mesh)
-    check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
+    if like is None or (like.stages is None) != (stages is None):
+        check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
     choices = choose_units(model, plan, parts) if like is None else like.choices
     if mesh.island_axes or plan.says_islands:
         from shardwise.plan.placement.islands import check_islands  # only plans with islands load it

@@ -176,6 +176,8 @@ class Kind:
     """Micro-batches go in rounds of as many as there are ranks; others are not worth trying."""
     usual_chunks: int = 1
     """The stages on each rank if a plan does not say."""
+    fills_first: bool = False
+    """Whether all forwards of a step come before its first backward."""
     splits_backward: bool = False
     """Whether gradients of parameters are computed apart from those of a stage's input."""
 
@@ -184,7 +186,7 @@ class Kind:
 
 
 SCHEDULES: Mapping[str, Kind] = {
-    "gpipe": Kind(gpipe, (), 1),
+    "gpipe": Kind(gpipe, (), 1, fills_first=True),
     "1f1b": Kind(one_f_one_b, (1,), 1),
     "interleaved": Kind(interleaved, (2,), 1, has_rounds=True, usual_chunks=2),
     "zb-h1": Kind(zero_bubble, (1,), 1 / 3, splits_backward=True),

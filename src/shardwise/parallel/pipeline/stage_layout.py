@@ -9,6 +9,7 @@ that use it find its gradient, and all of them add it up.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,11 +273,17 @@ def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
     cut = [[0] * (num + 1) for _ in range(num_parts + 1)]
     best[0][0] = 0.0
     for part in range(1, num_parts + 1):
+        before = best[part - 1]  # the later the last run starts, the more those before it cost, and the less itself
         for stop in range(part, num + 1):
-            for start in range(part - 1, stop):
-                worst = max(best[part - 1][start], total[stop] - total[start])
-                if worst < best[part][stop]:
-                    best[part][stop], cut[part][stop] = worst, start
+            end = total[stop]
+            starts = range(part - 1, stop)
+            crossing = bisect_left(starts, True, key=lambda start: before[start] >= end - total[start]) + part - 1
+            start = min(crossing, stop - 1)
+            if start >= part and end - total[start - 1] <= before[start]:
+                start -= 1
+            if before[start] < end - total[start]:  # of equal ones the first
+                start = max(part - 1, bisect_left(total, total[start]))
+            best[part][stop], cut[part][stop] = max(before[start], end - total[start]), start
     cuts, stop = [], num
     for part in range(num_parts, 1, -1):
         stop = cut[part][stop]

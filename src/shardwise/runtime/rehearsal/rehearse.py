@@ -342,7 +342,7 @@ def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     raise ConfigError(
-        f"The batch is {type(batch).__name__}; it must be what the model is called with: a tensor, a tuple of "
+        f"The batch is of type {type(batch).__name__}; it must be what the model is called with: a tensor, a tuple of "
         f"arguments, or a dict of keyword arguments."
     )
 
