@@ -641,6 +641,17 @@ def test_gaps_between_activations_in_the_heap_are_promised_on_whatever_tier_they
     assert held.host.activations == 2 * NUMEL
 
 
+def test_pages_of_libraries_are_promised_once_for_the_ranks_of_a_host() -> None:
+    units = wide_units("zero3", num=2)
+    trace = straight_trace(units)
+    marks = tuple(Mark(moment, 0, 0) for moment in (*trace, END_OF_BACKWARD))
+    step = plan_step(units, trace)
+    alone, shared = (
+        step.footprint(activations=Activations(marks, 7, code_bytes=100), local_size=size) for size in (1, 4)
+    )
+    assert (alone.process, shared.process) == (107, 32)
+
+
 @pytest.mark.parametrize("preset", ["zero3", "zero3-kept", "zero2", "hsdp"])
 def test_what_ranks_of_a_host_read_in_place_takes_nothing_when_it_is_gathered(preset: str) -> None:
     """By hand: of parameters in pieces, what is gathered or held is not there."""

@@ -202,9 +202,10 @@ def test_activations_are_those_of_each_op_beside_what_others_have_left() -> None
     pair = [Moment(edge, "forward", name) for name in ("a", "b") for edge in ("before", "after")]
     pair += [Moment(edge, "backward", name) for name in ("b", "a") for edge in ("before", "after")]
     marks = (*(Mark(moment, 10, 5) for moment in pair), Mark(Moment("after", "backward"), 1, 0))
-    stage = StageBytes(Activations(marks, 7), held=100, aside=30)
+    stage = StageBytes(Activations(marks, 7, code_bytes=9), held=100, aside=30)
     row = row_of("zb-h1", 1, rank=1)
     found = over_schedule(row, {1: stage}, {"b"}, sent_bytes=1000)
+    assert (found.process_bytes, found.code_bytes) == (7, 9)
     units = (replace(units_of("zero3", 1)[0], name="a"), replace(units_of("zero3", 1)[0], name="b"))
     units = tuple(replace(one, flats=(replace(one.flats[0], name=one.name),)) for one in units)
     program = plan_step(units, found.trace)

@@ -45,6 +45,8 @@ class Activations:
     """The most that lies in the heap of the process at once; 0 where it has none."""
     host_heap_bytes: int = 0
     """The most of `host_bytes` that lies there."""
+    code_bytes: int = 0
+    """Pages of libraries that computing reads for the first time, of which the ranks of a host have one copy."""
 
     @property
     def trace(self) -> Trace:

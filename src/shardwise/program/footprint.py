@@ -42,10 +42,11 @@ NUM_DISK_BUFFERS = 3
 NUM_READ_BUFFERS = 3
 """Host buffers, each for the parameters of one flat buffer on a disk: one is copied to the device, the others are
 read."""
-HEAP_GAPS = 0.3
+HEAP_GAPS = 0.2
 """Of the activations that lie in the heap of a process on a CPU, so much again is free between all of its blocks, where
-the next one does not fit: 0.1 to 0.9 of all that is used, by the order in which blocks come and go. Chosen on 30 plans
-of three models, with the allowances of [Note: process memory] (docs/planner-accuracy.md has these and others)."""
+the next one does not fit, by the order in which blocks come and go: with the settings of [Note: glibc and small blocks]
+in `launch/environment.py`. Chosen on 30 plans of three models, with the allowances of [Note: process memory]
+(docs/planner-accuracy.md has these and others)."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,9 @@ def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
     mesh, or without one the most of any rank. `activations` are those of a rehearsal in the order of `micro_batch`. Of
     `outer_steps`, one after another, the peak is counted of the one that holds most.
 
-    `local_size` ranks share the memory of a host, if they compute on CPUs: parameters that all of them keep together
-    are read there, and gathering them takes nothing. An engine promises and counts as if no rank shared any.
+    `local_size` ranks share the memory of a host, if they compute on CPUs: pages of libraries count in part, and
+    parameters that all of them keep together are read there, and gathering them takes nothing. An engine promises and
+    counts as if no rank shared any.
     """
     flats = [flat for unit in units for flat in unit.flats]
     param = _resting_bytes(flats, "device")
@@ -194,7 +196,8 @@ def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
         return Footprint(param, grad, optim, max(0, grad_buffers + walk.peak - grad), host=host, disk=disk)
     working = walk.peak - walk.peak_grad - walk.peak_activations
     gaps = int(HEAP_GAPS * (activations.peak_heap_bytes + activations.host_heap_bytes))
-    process = activations.process_bytes + gaps + walk.peak_with_gaps - walk.peak
+    code = activations.code_bytes // local_size
+    process = activations.process_bytes + code + gaps + walk.peak_with_gaps - walk.peak
     grad = grad_buffers + walk.peak_grad
     return Footprint(param, grad, optim, working, walk.peak_activations, process, walk.peak_at, host, disk)
 

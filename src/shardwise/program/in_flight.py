@@ -84,6 +84,7 @@ def over_schedule(
         max((one.process_bytes for one in counted), default=0),
         all(one.on_cpu for one in counted),
         peak_heap_bytes=peak_heap,
+        code_bytes=max((one.code_bytes for one in counted), default=0),
     )
 
 

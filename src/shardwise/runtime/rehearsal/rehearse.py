@@ -71,18 +71,25 @@ class Watch(Protocol):
         ...
 
 
-PROCESS_BYTES = 16 * 2**20
-HALF_PROCESS_BYTES = 12 * 2**20
-"""[Note: process memory] On a CPU a process that begins to compute grows by pages of libraries that are first used
-then, scratch memory of the matrix kernels (MKL packs, oneDNN compiles), and the engine's own Python objects. Measured
-with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a tiny model, of which plain PyTorch takes 12 and 24. In
-30 plans of three models it was 5 to 13 MiB in fp32 and 8 to 30 in bf16, and half as many pages of code as there are
-processes that read them, 12 MiB for one. What bf16 takes more is mostly free heap, which oneDNN leaves when it
-compiles. It hardly grows with the model, so constants are used: `HALF_PROCESS_BYTES` is added for products in bf16 and
-fp16, also where a budget has free heap returned ([Note: free heap is returned] in `system/heap.py`), which leaves 1 to
-3 MiB of it. So are [Note: cached kernels] in `grouped.py`, and gaps between live blocks in the heap (`HEAP_GAPS` in
-`program/footprint.py`). Python modules that are imported late are not included: 16 MiB by the first `shard`, and some
-80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's peak contains none of this.
+CODE_BYTES = 14 * 2**20
+PROCESS_BYTES, HALF_PROCESS_BYTES = 18 * 2**20, 28 * 2**20
+"""[Note: process memory] On a CPU a process that begins to compute grows by what no tensor accounts for. That depends
+little on the model, so constants are used. Measured with torch 2.13 and one thread, in steps of three models, on ranks
+with the settings of [Note: glibc and small blocks] in `launch/environment.py`:
+
+- `CODE_BYTES`: pages of libraries that are first used then, 10 to 15 MiB of fp32 and 12 to 17 of bf16, of which the
+  ranks of a host have one copy together.
+- `PROCESS_BYTES`, for products in fp32: MKL keeps two or three buffers for packed operands, of 5 to 8 MB by the shapes,
+  13 to 21 MiB in all. Some of their pages are never touched; the engine's own Python objects take about as much.
+- `HALF_PROCESS_BYTES`, for products in bf16 and fp16: kernels that oneDNN compiles, which stay (13 to 15 MiB), a buffer
+  of MKL's (5), and the heap that compiling them leaves free, 9 to 12 MiB whatever else lies there. A budget, which has
+  free heap returned ([Note: free heap is returned] in `system/heap.py`), leaves 1 to 3 MiB of that; it counts all the
+  same.
+
+[Note: cached kernels] in `grouped.py`, and gaps between live blocks in the heap (`HEAP_GAPS` in
+`program/footprint.py`), come on top. Python modules that are imported late are not included: 16 MiB by the first
+`shard`, and some 80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's peak contains
+none of this.
 
 What freed activations leave in the heap is counted by moment on top of that ([Note: the heap does not shrink] in
 `system/heap.py`). Gaps can be larger. By default glibc takes blocks of up to 32 MiB from one heap, and cannot return
@@ -210,6 +217,7 @@ def rehearse_work(  # noqa: PLR0913  # likewise
         staging_bytes=on_disk.peak_staging_bytes,
         unit_bytes=on_disk.peak_unit_bytes,
         peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
+        code_bytes=CODE_BYTES if on_cpu else 0,
     )
 
 
@@ -313,7 +321,7 @@ def _copied(watch: Watch, tier: str, verb: str, num_bytes: int) -> None:
 
 def process_bytes_for(compute: Dtype) -> int:
     """The allowance of [Note: process memory] for a model that computes in `compute`."""
-    return PROCESS_BYTES + (HALF_PROCESS_BYTES if WIDTH[compute] == 2 else 0)
+    return HALF_PROCESS_BYTES if WIDTH[compute] == 2 else PROCESS_BYTES
 
 
 def loss_in(output: Any) -> torch.Tensor:
