@@ -10,6 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+_WITHOUT_ITEMS = (str, bytes, int, float, nn.Module, Optimizer)
+"""A tuple: a union is made anew at each call, which takes longer than asking it, and these are asked for each operation
+of a watched forward."""
+
 
 def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
     """Every tensor in the arguments of a call, by the argument's name, numbered if an argument has several."""
@@ -44,13 +48,13 @@ def optimizers_in(value: object, depth: int = 4) -> Iterator[Optimizer]:
 
 
 def _items_of(value: object) -> Iterable[object]:
-    if value is None or isinstance(value, str | bytes | int | float | nn.Module | Optimizer):
+    if value is None or isinstance(value, _WITHOUT_ITEMS):
         return ()
     if getattr(type(value), "refers_only", False):
         return ()
     if isinstance(value, dict):
         return list(value.values())
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, (list, tuple, set)):
         return value
     if is_dataclass(value):
         return [getattr(value, one.name) for one in fields(value)]
@@ -62,7 +66,7 @@ def with_others(value: object, other: Callable[[Tensor], Tensor], depth: int = 4
     same ones, and are changed."""
     if isinstance(value, Tensor):
         return other(value)
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module | Optimizer):
+    if depth == 0 or value is None or isinstance(value, _WITHOUT_ITEMS):
         return value
     if isinstance(value, list):
         value[:] = [with_others(item, other, depth - 1) for item in value]
@@ -91,7 +95,7 @@ def argument_tensors(value: object) -> Iterator[Tensor]:
     """Every tensor in lists, tuples and mappings, as in a batch, or the arguments and results of an operator."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from argument_tensors(item)
     elif isinstance(value, Mapping):
