@@ -118,7 +118,8 @@ def main(args: argparse.Namespace, console: Console) -> int:
     file, parts = args.out / "elastic.json", args.parts or PARTS
     plans = ("zero3", "dp x tp") if args.quick else ("ddp", "zero1", "zero3", "zero3-offload", *PLANS)
     for preset in plans if "kills" in parts else ():
-        result["forms"][f"shardwise, {preset}"] = _killed(Job("shardwise", _folder(), preset), num_kills)
+        job = Job("shardwise", _folder(), preset, ranks=_ranks_of(preset))
+        result["forms"][f"shardwise, {preset}"] = _killed(job, num_kills)
         write_result(file, result)
         console.print(_said(preset, result["forms"][f"shardwise, {preset}"]), markup=False)
     if "curve" in parts:
@@ -204,7 +205,7 @@ def _killed(job: Job, num_kills: int) -> dict[str, Any]:
     try:
         for number in range(num_kills):
             start = len(job.lines)
-            job.wait("all ranks train", lambda start=start: _calm(job.lines[start:]))
+            job.wait("all ranks train", lambda start=start: _calm(job.lines[start:], job.ranks))
             kills.append(_one_kill(job, number))
             if job.form == "torchft":
                 job.start()
@@ -212,10 +213,10 @@ def _killed(job: Job, num_kills: int) -> dict[str, Any]:
                 break
         if job.form == "shardwise":
             start = len(job.lines)
-            job.wait("all ranks train", lambda: _calm(job.lines[start:]))
+            job.wait("all ranks train", lambda: _calm(job.lines[start:], job.ranks))
     finally:
         job.end()
-    pauses = _pauses_of_growth(job.lines) if job.form in ("shardwise", "torchft") else []
+    pauses = _pauses_of_growth(job.lines, job.ranks) if job.form in ("shardwise", "torchft") else []
     return {
         "kills": kills,
         "median_seconds": median(one["seconds"] for one in kills),
@@ -226,18 +227,19 @@ def _killed(job: Job, num_kills: int) -> dict[str, Any]:
     }
 
 
-def _calm(lines: Sequence[Line]) -> bool:
+def _calm(lines: Sequence[Line], num_ranks: int) -> bool:
     """Whether all ranks have taken some steps together."""
     steps: dict[int, int] = {}
     for line in lines:
-        if line["size"] == RANKS:
+        if line["size"] == num_ranks:
             steps[line["pid"]] = steps.get(line["pid"], 0) + 1
-    return len([count for count in steps.values() if count >= CALM_STEPS]) >= RANKS
+    return len([count for count in steps.values() if count >= CALM_STEPS]) >= num_ranks
 
 
 def _one_kill(job: Job, number: int) -> dict[str, float]:
     """From the signal until every survivor has committed a step without the dead one."""
-    latest = {line["pid"]: line for line in job.lines[-RANKS * CALM_STEPS :] if line["size"] == RANKS}
+    all_ranks = job.ranks
+    latest = {line["pid"]: line for line in job.lines[-all_ranks * CALM_STEPS :] if line["size"] == all_ranks}
     pids = sorted(latest)
     victim = pids[number % len(pids)]
     seen = len(job.lines)
@@ -248,18 +250,24 @@ def _one_kill(job: Job, number: int) -> dict[str, float]:
         """By process: its first step in what came after."""
         first: dict[int, Line] = {}
         for line in job.lines[seen:]:
-            is_new = line["pid"] not in latest if job.form == "torchrun" else line["size"] < RANKS
+            is_new = line["pid"] not in latest if job.form == "torchrun" else line["size"] < all_ranks
             if is_new and line["time"] > before:
                 first.setdefault(line["pid"], line)
         return first
 
-    num_left = {"torchrun": RANKS, "horovod": RANKS // 2}.get(job.form, RANKS - _num_leaving(job))
+    num_left = {"torchrun": all_ranks, "horovod": all_ranks // 2}.get(job.form, all_ranks - _num_leaving(job))
     job.wait("the survivors go on", lambda: len(after()) >= num_left)
     first = after().values()
-    done = max(line["step"] for line in job.lines if line["pid"] in latest and line["size"] == RANKS)
+    done = max(line["step"] for line in job.lines if line["pid"] in latest and line["size"] == all_ranks)
     again = min(one["step"] for one in first)
     moments = [float(one["at"] if "at" in one else one["time"]) for one in first]
     return {"seconds": max(moments) - before, "lost_steps": max(0, done - again + 1)}
+
+
+def _ranks_of(preset: str) -> int:
+    """As many as its mesh has, if that is given."""
+    mesh = PLANS.get(preset, {}).get("mesh")
+    return RANKS if mesh is None else math.prod(mesh.values())
 
 
 def _num_leaving(job: Job) -> int:
@@ -268,7 +276,7 @@ def _num_leaving(job: Job) -> int:
     return math.prod(size for axis, size in mesh.items() if axis != "dp")
 
 
-def _pauses_of_growth(lines: Sequence[Line]) -> list[float]:
+def _pauses_of_growth(lines: Sequence[Line], num_ranks: int) -> list[float]:
     """Between the last step of fewer ranks and the first of all, by a process that was there before."""
     by_process: dict[int, list[Line]] = {}
     for line in lines:
@@ -276,7 +284,7 @@ def _pauses_of_growth(lines: Sequence[Line]) -> list[float]:
     longest: dict[int, float] = {}
     for own in by_process.values():
         for one, other in pairwise(own):
-            if one["size"] < RANKS == other["size"]:
+            if one["size"] < num_ranks == other["size"]:
                 longest[other["step"]] = max(longest.get(other["step"], 0.0), other["time"] - one["time"])
     return list(longest.values())
 

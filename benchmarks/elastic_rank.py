@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,27 +39,51 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "dp x pp": {"preset": "zero1", "mesh": {"dp": 2, "pp": 2}, "accumulate": 2},
     "dp x ep": {"preset": "zero1", "mesh": {"dp": 2, "ep": 2}},
+    "dp x sp": {"preset": "zero1", "mesh": {"dp": 2, "sp": 2}, "sequence": {"attention": "ulysses"}},
+    "dp x pp x tp": {
+        "preset": "zero1",
+        "mesh": {"dp": 2, "pp": 2, "tp": 2},
+        "accumulate": 2,
+        "tensor": {"plan": {"0.0": "column", "1.0": "row", "2.0": "column", "3.0": "row"}},
+    },
 }
 """Those that are more than a preset. A folder is one below that of the job."""
+NUM_TOKENS = 16
+"""Of a sample, where ranks divide samples."""
 SAVE_EVERY = 10
 Tensor = torch.Tensor
 
 
-def build(with_experts: bool = False) -> nn.Module:
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed: Tensor = functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        out: Tensor = x + self.out(mixed)
+        return out
+
+
+def build(axes: Collection[str] = ()) -> nn.Module:
+    """A model with something that ranks along these axes share."""
     torch.manual_seed(0)
-    if with_experts:
+    if "ep" in axes:
         import shardwise as sw
 
         experts = sw.experts.MoE(WIDTH, WIDTH, num_experts=4, top_k=2)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), experts, nn.Linear(WIDTH, 8))
+    if "sp" in axes:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention(), nn.Linear(WIDTH, 8))
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 8))
 
 
-def sources() -> torch.utils.data.TensorDataset:
+def sources(tokens: Sequence[int] = ()) -> torch.utils.data.TensorDataset:
     numbers = torch.Generator().manual_seed(1)
     return torch.utils.data.TensorDataset(
-        torch.randn(480, WIDTH, generator=numbers), torch.randn(480, 8, generator=numbers)
+        torch.randn(480, *tokens, WIDTH, generator=numbers), torch.randn(480, *tokens, 8, generator=numbers)
     )
 
 
@@ -87,18 +111,20 @@ def shardwise_form(folder: Path, num_steps: int, name: str) -> None:
     plan = PLANS.get(name, {"preset": name})
     if "disk" in plan:
         plan = {**plan, "disk": str(folder / plan["disk"])}
-    model = build(with_experts="ep" in plan.get("mesh", ()))
+    axes = plan.get("mesh", ())
+    model, samples = build(axes), sources((NUM_TOKENS,) if "sp" in axes else ())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     world = sw.World.join(timeout_seconds=60)
     member = world.membership.member if world.membership is not None else world.rank
     told = Told(folder, f"member-{member}")
     with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
-        loader = sw.data.Loader(sources(), batch_rows=ROWS, world=engine.data_ranks, steps=num_steps)
+        loader = sw.data.Loader(samples, batch_rows=ROWS, world=engine.data_ranks, steps=num_steps)
         loader.seek(engine.num_steps)
-        for x, y in loader:
-            step = engine.num_steps
+        for batch in loader:
+            step, num_void = engine.num_steps, engine.num_void
+            x, y = engine.split_sequence(batch)
             loss = engine.train_step(x, y, loss_fn=functional.mse_loss)
-            if engine.num_steps > step:
+            if engine.num_steps > step and engine.num_void == num_void:  # where a spare comes back, steps jump
                 at = time.time()
                 told.committed(engine.num_steps, engine.world.size, engine.mean(loss.item()), at=at)
         loader.close()

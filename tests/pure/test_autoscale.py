@@ -32,6 +32,7 @@ from shardwise.launch.autoscale import (
     parse_policy,
 )
 from tests.admissions import DAY_SECONDS, one_day, slots_at
+from tests.thorough import sampled
 
 MONDAY = datetime(2026, 11, 30, tzinfo=UTC)
 WINDOW_SECONDS = 20.0
@@ -118,7 +119,18 @@ def test_fill_asks_for_less_where_a_request_is_not_admitted_as_a_whole(all_or_no
     job = Cluster(Fill(), Sizes(8, 256, 8), amdahl(0.0), trace, all_or_nothing=all_or_nothing).run(4000)
     assert job.size == 40
     assert job.wishes[-1] == 48, "one more host waits for room"
-    assert any("came within 5 minutes, so fewer are asked for" in why for _, _, why in job.asked)
+    waited = "5 minutes" if all_or_nothing else "60 minutes"
+    assert any(f"came within {waited}, so fewer are asked for" in why for _, _, why in job.asked)
+
+
+def test_what_was_not_admitted_as_a_whole_is_not_asked_for_again_at_once() -> None:
+    """Of 12, 16 were too many. They wait, and come when there is room; then the job grows on from there."""
+    trace = [(0.0, 12), (3000.0, 40)]
+    job = Cluster(Fill(), Sizes(4, 64, 4), amdahl(0.0), trace, all_or_nothing=True)
+    job.run(2990)
+    assert job.wishes == [8, 16, 12, 16]
+    job = Cluster(Fill(), Sizes(4, 64, 4), amdahl(0.0), trace, all_or_nothing=True).run(6000)
+    assert job.size == 40
 
 
 def test_a_trace_of_grow_and_shrink_gives_the_sizes_that_it_admits() -> None:
@@ -282,16 +294,21 @@ def test_whatever_is_admitted_sizes_are_possible_ones_and_no_growth_that_slows_i
     _never_slower_for_long(job)
 
 
+@sampled
 @pytest.mark.parametrize("all_or_nothing", [False, True])
-@pytest.mark.parametrize("seconds", [90, 400])
+@pytest.mark.parametrize("seconds", [90, 400, 900, 1200, 1500, 1800, 3600])
 def test_a_quota_that_swings_is_not_followed_with_each_swing(seconds: int, all_or_nothing: bool) -> None:
-    """For four hours it is 12 and 32 in turns. The ranks that trained are asked for, and come with each swing."""
+    """For four hours it is 12 and 32 in turns. The ranks that trained are asked for, and come with each swing. Where a
+    request is admitted as a whole or not at all, fewer have to be asked for while it is low."""
     trace = [(float(at), 32 if at // seconds % 2 else 12) for at in range(0, 4 * 3600, seconds)]
     job = Cluster(Fill(), Sizes(4, 64, 4), amdahl(0.01), trace, all_or_nothing=all_or_nothing, tick=10.0)
     job.run(4 * 3600)
-    assert len(job.asked) <= 8
-    assert any("minutes no more than these are asked for" in why for *_, why in job.asked)
-    assert len({size for _, size in job.course[-6:]}) == 2
+    assert len(job.asked) <= (24 if all_or_nothing else 8)
+    if all_or_nothing:
+        assert any("minutes no more than these are asked for" in why for *_, why in job.asked)
+    elif seconds >= 900:
+        assert job.wishes[:4] == [8, 16, 32, 64], "of which the rest waits"
+    assert {size for _, size in job.course[-6:]} >= {12, 32}
     _never_slower_for_long(job)
 
 

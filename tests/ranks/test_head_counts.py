@@ -24,6 +24,8 @@ from shardwise.parallel.tensor import views
 from shardwise.parallel.tensor.views import View, difference
 from shardwise.testing import run_ranks
 from tests.drawing import drawing
+from tests.ranks.test_lost_ranks import DiesAt
+from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -375,6 +377,53 @@ def test_heads_that_are_counted_in_one_block_are_refused_in_its_stage(place: int
 
     with pytest.raises(ModelError, match=rf"blocks.{place}.attn views .*hard-coded number of heads"):
         run_ranks(4, rank)
+
+
+LOST_EARLY: dict[str, tuple[dict[str, int], int]] = {
+    "a group leaves": ({"dp": 2, "tp": 2}, 0),
+    "a group comes back": ({"dp": 2, "tp": 2}, 1),
+    "fewer split the layers": ({"tp": 4}, 0),
+    "fewer have the stages": ({"pp": 2, "tp": 2}, 0),
+    "a group of stages leaves": ({"dp": 2, "pp": 2, "tp": 2}, 0),
+}
+"""Meshes of which a rank is lost in the first step, and how many come."""
+
+
+@sampled
+@pytest.mark.parametrize("place", LOST_EARLY)
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("is_right", [False, True], ids=["literal", "width"])
+def test_heads_are_counted_where_a_rank_is_lost_before_all_have_compared(
+    place: str, number: int, is_right: bool, tmp_path: Path
+) -> None:
+    """It dies when it begins its first communication after `shard`, or a later one, of which one compares."""
+    mesh, num_newcomers = LOST_EARLY[place]
+    num_ranks = math.prod(mesh.values())
+    fault = DiesAt({1: number})
+    built = [model(fused_by_width if is_right else fused_by_literal) for _ in range(num_ranks + num_newcomers)]
+    plan = {"preset": "zero1", "mesh": mesh, "tensor": UNDIVIDED}
+
+    def rank(world: sw.World, member: int) -> float | str:
+        mine, loss = built[member], torch.zeros(())
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            fault(engine, member)
+            while engine.num_steps < 2:
+                try:
+                    loss = engine.train_step(tokens(engine.num_steps))
+                except ModelError as error:
+                    return str(error)
+        return loss.item()
+
+    least = num_ranks if num_newcomers else 1
+    found = run_members(num_ranks, rank, tmp_path, num_newcomers=num_newcomers, least=least)
+    assert found
+    expected, _ = alone(partial(model, fused_by_width))
+    for one in found.values():
+        if isinstance(one, str):
+            assert not is_right, one
+            assert "blocks.0.attn" in one
+        else:  # also one that was left alone, with the whole model
+            assert one == pytest.approx(expected[1], rel=1e-5)
 
 
 @sampled

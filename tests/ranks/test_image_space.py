@@ -21,6 +21,7 @@ from shardwise.comm import World
 from shardwise.elastic import copies, image_space, recovery, survival
 from shardwise.elastic.state_image import Directory, Image
 from shardwise.errors import StateError
+from tests.ranks.lost_groups import AXES, DiesBefore, Layers, race_of
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import sampled
 
@@ -152,6 +153,54 @@ def test_images_wait_for_the_space_of_old_ones(hosts: str, tmp_path: Path, monke
         optimizer.step()
     for weight in results.values():
         torch.testing.assert_close(weight, plain.weight.detach())
+
+
+JOINS: dict[str, tuple[dict[str, Any], str]] = {
+    "zero3": ({"preset": "zero3", "mesh": {"dp": 4}}, "engine"),
+    "zero1": ({"preset": "zero1", "mesh": {"dp": 4}}, "engine"),
+    "tp x dp": (AXES["tp"].plan("zero1"), "plain"),
+    "pp x dp": (AXES["pp"].plan("zero1"), "train_step"),
+    "host": ({"preset": "zero3-offload", "mesh": {"dp": 4}}, "train_step"),
+}
+"""Plans of four ranks, and loops."""
+
+
+@sampled
+@pytest.mark.parametrize("name", JOINS)
+@pytest.mark.parametrize("point", ["exchange of commit", "* of verdict"])
+@pytest.mark.parametrize("factor", [1.1, 1.45])
+def test_ranks_are_lost_and_join_where_old_and_new_images_have_no_room(
+    name: str, point: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has room for `factor` times the images of the first layout: some of the next one, with fewer ranks or with
+    one that has joined, wait in other memory."""
+    plan, loop = JOINS[name]
+    create, lock, waited = Image.create, threading.Lock(), list[Directory]()
+    first: dict[str, int] = {}
+    """Bytes of the first layout, by the names of its images without their numbers."""
+
+    def in_little_memory(path: Path | None, directory: Directory) -> Image:
+        with lock:
+            image = create(path, directory)
+            if path is None:
+                waited.append(directory)
+                return image
+            name = path.stem.rsplit("-", 1)[0]
+            if len(first) < 4 or name in first:
+                first[name] = size_of(path)
+                return image
+            if sum(map(size_of, path.parent.glob("*.image"))) <= factor * sum(first.values()):
+                return image
+        path.unlink()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(survival.Image, "create", in_little_memory)
+    fault = DiesBefore(1, 2, point)
+    sizes = race_of(Layers(), plan, fault, tmp_path, loop=loop, num_newcomers=1, least=2)
+    assert fault.is_dead
+    assert waited
+    assert sizes.keys() == {0, 2, 3, 4}
+    assert all(one[-1] == 4 for one in sizes.values())
 
 
 @pytest.mark.usefixtures("has_no_other_memory")

@@ -34,7 +34,7 @@ from shardwise.plan.mesh import EXPERT_AXIS, SAME_PARAMS_AXES, Mesh
 from shardwise.plan.placement import table_for
 from shardwise.plan.schema import plan_heard
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
-from shardwise.sharded.sharding import Design, Sharding, Updates, check_device, design
+from shardwise.sharded.sharding import Design, Sharding, Updates, check_device, design, view_check
 from shardwise.sharded.state import Former
 from shardwise.system.telemetry import ByteMeter
 from shardwise.version import __version__
@@ -176,6 +176,7 @@ def arrive(
     updates: Updates = vet(optimizers, model)
     here = plan_on(plan, world.size, world.local_size, smaller)
     designed = design(model, here, world)
+    views = view_check(model, designed)
     if designed.stages is not None:
         designed = designed.in_stages(model, optimizers, world.rank, keeps_others=True)
         converted = converted.within(model)
@@ -190,7 +191,7 @@ def arrive(
     Loads(model).begin({name: counts for one in sent for name, counts in decode(one["came"]["loads"]).items()})
     table = table_for(plan, mesh)
     bare = Sharding(here, mesh, table, updates, units, [], ByteMeter(), converted=converted, smaller=smaller)
-    bare = replace(bare, fitted=state["fitted"], budget=budget)
+    bare = replace(bare, fitted=state["fitted"], budget=budget, views=views)
     if designed.staged is not None:
         designed.staged.free_others(device)
         bare = replace(bare, stage_design=designed, treatments=designed.treatments)

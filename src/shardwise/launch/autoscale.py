@@ -6,7 +6,9 @@ the next state, which has the number of ranks to ask for and the reason in words
 
 [Note: growing] The job grows from a size at which it trains, and by at most as many ranks again as came last time: a
 cluster may admit a request as a whole or not at all, and each size is measured before it is left. What has not come
-after a while is asked for by halves, so that a smaller request can be admitted.
+after a while is asked for by halves, so that a smaller request can be admitted, and as much again only when ranks have
+come late, as then the room has changed. Where a part of a request has come, and stayed a part, the cluster admits ranks
+one by one, and the request waits as it is.
 
 [Note: shrinking back] Two sizes are compared by steps per second, which at one global batch is tokens per second, and
 only where the difference is more than two standard errors of each, of all that was measured lately at that size.
@@ -20,7 +22,9 @@ cluster pods that come and go. So
   HorizontalPodAutoscaler, 0.1, and its window of stabilization, 300 s.);
 - `gain` grows only from a size that does its share by more than a standard error, in two windows or more;
 - where ranks are taken away, as many as trained are asked for again, and for a while no more, nor less: for twice as
-  long each time, as a quota that swings would otherwise be followed with each swing.
+  long each time that they are taken from that size, until more than that have trained. Then the next host is asked for,
+  and waits; and from fewer, that size again at once, as it has been measured. A quota that swings would otherwise be
+  followed, and explored, with each swing.
 """
 
 from __future__ import annotations
@@ -300,8 +304,12 @@ class Patience:
     come: float = 300.0
     """For what was asked for to come."""
     first_hold: float = 600.0
-    """After ranks were taken away."""
-    longest_hold: float = 1200.0
+    """After ranks were taken away, before more are asked for than trained."""
+    longest_hold: float = 2400.0
+    longest_back: float = 900.0
+    """For as many as trained to come back."""
+    of_parts: float = 3600.0
+    """For the rest of a request of which a part has come."""
     trial: float = 300.0
     """How long a size is new."""
     first_ban: float = 2 * 3600.0
@@ -327,15 +335,20 @@ class State:
     why: str = ""
     since: float = 0.0
     """When this number was asked for."""
+    asked_by: int = 0
+    """How many ranks trained then."""
+    comes_partly: bool = False
+    """Whether a part of a request has come, and not the rest."""
+    refused: int = 0
+    """The least size that was asked for and has not come; 0 once ranks have come late."""
     size: int = 0
     came_at: float = -math.inf
     """When the number of ranks that train changed last."""
     trained: int = 0
     """The ranks that trained before some were taken away which have not come back."""
     dropped_at: float = -math.inf
-    held: int = 0
-    """The size that is neither exceeded nor left during `hold`, after ranks were taken away."""
-    hold: Ban = Ban(-math.inf, 0.0)
+    holds: Mapping[int, Ban] = field(default_factory=dict)
+    """By sizes that trained when ranks were taken away: each is neither exceeded nor left for a while."""
     num_units: int = 1
     """By how many units to grow at most: see [Note: growing]."""
     before: int = 0
@@ -351,13 +364,16 @@ class State:
     def cap(self, now: float) -> float:
         """The sizes from this one on are not asked for."""
         banned = [size for size, ban in self.bans.items() if now < ban.until]
-        return min([*banned, self.held + 1 if now < self.hold.until else math.inf])
+        return min([*banned, *(size + 1 for size in self.held(now)), math.inf])
+
+    def held(self, now: float) -> list[int]:
+        return [size for size, hold in self.holds.items() if now < hold.until]
 
 
 def decide(policy: Policy, sizes: Sizes, state: State, seen: Seen, patience: Patience = PATIENCE) -> State:
     """The next state. Its `wanted` differs from before if another number of ranks is to be asked for; `why` is then the
     reason, in words."""
-    before, state = state, _learnt(state, seen)
+    before, state = state, _learnt(state, seen, patience)
     if isinstance(policy, Schedule):
         return _scheduled(policy, sizes, state, seen)
     if seen.size > state.wanted:
@@ -368,8 +384,11 @@ def decide(policy: Policy, sizes: Sizes, state: State, seen: Seen, patience: Pat
     return _back(policy, sizes, state, seen, patience) or _grown(policy, sizes, state, seen, patience) or state
 
 
-def _learnt(state: State, seen: Seen) -> State:
+def _learnt(state: State, seen: Seen, patience: Patience) -> State:
     if seen.size != state.size:
+        if seen.size >= state.refused or (seen.size > state.size and seen.now - state.since > patience.come):
+            state = replace(state, refused=0)
+        state = replace(state, holds={size: hold for size, hold in state.holds.items() if size >= seen.size})
         if seen.size >= state.trained:
             state = replace(state, trained=0)
         if not state.trained and seen.size < min(state.size, state.wanted):  # nobody has asked for fewer
@@ -408,7 +427,7 @@ def _taken_over(before: State, state: State, seen: Seen) -> State:
 
 
 def _asked(state: State, wanted: int, why: str, seen: Seen, **more: int) -> State:
-    return replace(state, wanted=wanted, why=why, since=seen.now, **more)  # type: ignore[arg-type]
+    return replace(state, wanted=wanted, why=why, since=seen.now, asked_by=seen.size, **more)  # type: ignore[arg-type]
 
 
 def _scheduled(policy: Schedule, sizes: Sizes, state: State, seen: Seen) -> State:
@@ -423,13 +442,15 @@ def _scheduled(policy: Schedule, sizes: Sizes, state: State, seen: Seen) -> Stat
 def _held(state: State, seen: Seen, patience: Patience) -> State:
     """Where ranks were taken away, and others have not come at once, as for one that was killed: see [Note:
     hysteresis]."""
-    began = state.hold.until - state.hold.seconds
-    if not state.trained or began >= state.dropped_at or seen.now - state.dropped_at < patience.settle:
+    former = state.holds.get(state.trained)
+    is_known = former is not None and former.until - former.seconds >= state.dropped_at
+    if not state.trained or is_known or seen.now - state.dropped_at < patience.settle:
         return state
-    is_again = seen.now - began < 8 * state.hold.seconds
-    seconds = min(2 * state.hold.seconds, patience.longest_hold) if is_again else patience.first_hold
-    state = replace(state, held=state.trained, hold=Ban(seen.now + seconds, seconds))
-    if state.wanted <= state.trained:
+    seconds = patience.first_hold
+    if former is not None and seen.now - former.until < 7 * former.seconds:
+        seconds = min(2 * former.seconds, patience.longest_hold)
+    state = replace(state, holds={**state.holds, state.trained: Ban(seen.now + seconds, seconds)})
+    if state.wanted <= state.trained or state.comes_partly:
         return state
     why = (
         f"only {seen.size} of {state.trained} ranks are left; for {_duration(seconds)} no more than these are asked for"
@@ -486,8 +507,12 @@ def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience
     waits = patience.settle if is_measured else patience.come  # a loop without an engine measures nothing
     if seen.now - state.came_at < waits or (isinstance(policy, Gain) and not is_measured):
         return None
-    num_units = 2 * state.num_units if state.before and state.before < seen.size else 1
+    num_units = 2 * state.num_units if state.before and state.before < seen.size not in state.holds else 1
     reach = min(seen.size + num_units * sizes.unit, sizes.last, math.inf if seen.room is None else seen.room)
+    if state.refused > seen.size:
+        reach = min(reach, max(state.refused - sizes.unit, seen.size + sizes.unit))
+    elif held := [size for size in state.holds if size > reach]:
+        reach = min(*held, sizes.last, math.inf if seen.room is None else seen.room)
     larger = [size for size in sizes if seen.size < size <= reach and size < state.cap(seen.now)]
     if isinstance(policy, Gain):
         larger = _worth_having(policy, state, seen, larger, sizes.unit)
@@ -499,13 +524,21 @@ def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience
 
 
 def _halved(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
-    missing = (state.wanted - sizes.nearest(seen.size)) // sizes.unit
-    waits = max(patience.come, state.hold.seconds if state.trained else 0.0)
-    if missing <= 1 or seen.now - max(state.since, state.came_at) < waits:
+    waited = seen.now - max(state.since, state.came_at)
+    if waited < patience.come:
         return None
-    wanted = sizes.nearest(seen.size) + missing // 2 * sizes.unit
+    if not state.trained and seen.size > state.asked_by:
+        state = replace(state, comes_partly=True)
+    missing = (state.wanted - sizes.nearest(seen.size)) // sizes.unit
+    hold = state.holds.get(state.trained)
+    waits = patience.come if hold is None else min(hold.seconds, patience.longest_back)
+    waits = patience.of_parts if state.comes_partly else waits
+    if missing <= 1 or waited < waits:
+        return state
+    wanted = sizes.nearest(seen.size) + (1 if hold else missing // 2) * sizes.unit
     why = f"only {seen.size} of {state.wanted} ranks came within {_duration(waits)}, so fewer are asked for"
-    return _asked(state, wanted, why, seen, num_units=max(1, missing // 2), trained=0)
+    refused = state.refused if state.trained else state.wanted
+    return _asked(state, wanted, why, seen, num_units=max(1, missing // 2), trained=0, refused=refused)
 
 
 def _worth_having(policy: Gain, state: State, seen: Seen, larger: list[int], unit: int) -> list[int]:

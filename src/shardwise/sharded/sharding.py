@@ -117,7 +117,8 @@ class Sharding:
     plain: PlainModel | None = None
     """To time a step there, or in a pipeline, on the rank that does."""
     views: ViewCheck | None = None
-    """Compares the views of each stage with those of the unsplit model, for a plan for `tp` of a user's own."""
+    """Compares the views in the first step with those of the unsplit model, for a plan for `tp` of a user's own; kept
+    where it may have to be made again."""
     if_forward_communicates: str = ""
     """What this rank says when the model's forward calls collectives of torch's: [Note: layers split by hand]."""
 
@@ -419,7 +420,7 @@ def _lay_converted(
     verifier = _verifier(model, designed, plan)
     disk = designed.open_disk(world, model, device, updates)
     log_fitted(fitted, world)
-    views = _view_check(model, designed)
+    views = view_check(model, designed)
     if designed.stages is not None:
         world.collectives(device).prepare(mesh)
         values.give_to_stages(world)
@@ -445,11 +446,10 @@ def _lay_converted(
     if verifier is not None:
         verifier.watch(model, designed.split, world, peers)
         designed.split.on_undo(verifier.close)
-    if views is not None and designed.stages is not None:
-        return replace(sharding, views=views)
-    if views is not None:
-        line = Line(world.collectives(device), world.group(mesh, AXIS))
-        designed.split.on_undo(views.watch(model, sharding.units, designed.table.compute, line))
+    if views is not None and (designed.stages is not None or world.membership is not None):
+        sharding = replace(sharding, views=views)
+    if views is not None and designed.stages is None:
+        watch_views(views, model, sharding)
     return sharding
 
 
@@ -469,8 +469,16 @@ def _verifier(model: nn.Module, designed: Design, plan: Plan) -> Verifier | None
     return Verifier(model)
 
 
-def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
-    """A check of the heads that a forward counts, for the user's own tensor plans."""
+def watch_views(views: ViewCheck, model: nn.Module, sharding: Sharding) -> None:
+    """Compare them in the first forward of the model, which is split, and has no stages."""
+    split = sharding.split
+    assert split is not None
+    assert split.line is not None
+    split.on_undo(views.watch(model, sharding.units, sharding.table.compute, split.line))
+
+
+def view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
+    """A check of the heads that a forward counts, for the user's own tensor plans. The model is still whole."""
     asked = designed.plan.tensor.plan
     if designed.split is None or asked is None:
         return None

@@ -54,6 +54,7 @@ from shardwise.sharded.sharding import (
     log_fitted,
     ranks_of,
     settings_of,
+    watch_views,
     with_fewer_groups,
 )
 
@@ -566,6 +567,7 @@ def move(
         fitted=fitted[0],
         budget=fitted[1],
         smaller=former.sharding.smaller,
+        views=None if former.progress.num_steps else former.sharding.views,
     )
     flats = sharding.flats
     training_state.learn_new(flats)
@@ -575,6 +577,8 @@ def move(
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
     if sharding.split is not None and sharding.split.line is None:  # in another world than before
         carry_out_split(model, sharding.split, sharding.mesh, world, device)
+        if sharding.views is not None and sharding.staged is None:
+            watch_views(sharding.views, model, sharding)
     sharding.connect_converted(world)
     renewed = ShardedModel(model, former.optimizers, sharding, world, former.progress, former.before_change)
     if renewed.parts.optimizer is not None:

@@ -13,6 +13,9 @@ matrix that is cut in two (`chunk`) without `parts` in the plan, and a product w
 as an embedding's as a head. With `tensor.sequence` they show an attention, or a convolution, for whose modules no
 pattern gathers the sequence: it would see a rank's own tokens. All are recorded in one list, and compared in order.
 
+In an elastic job a rank may be lost before all have compared, or while they do. So the check is made again after a
+recovery as long as no step is complete, which all ranks know alike: in each comparison all ranks along the axis send.
+
 [Note: views in stages] A rank of a pipeline has no forward of the whole split model to run. So what its modules do is
 recorded in the first forward of each stage, with values, and compared with what they do in the unsplit model.
 """
@@ -132,21 +135,22 @@ class ViewCheck:
 
     def __init__(self, model: nn.Module, parts: Collection[int]) -> None:
         """Create it before the model is split; `parts` are the numbers of fused matrices in its modules."""
-        self._unsplit: nn.Module | None = _on_meta_device(model)
+        self._unsplit = _on_meta_device(model)
         self._parts = frozenset(parts)
 
     def watch(self, model: nn.Module, units: Sequence[Unit], compute: Dtype, line: Line) -> Callable[[], None]:
         """Call it after the model is split. The first forward raises `ModelError` on all ranks of `line` if the views
-        differ. Does nothing if the model could not be copied. Returns what ends it."""
-        if self._unsplit is None:
+        differ; one in a void iteration, in which `line` is silent, is none. Does nothing if the model could not be
+        copied. Returns what ends it."""
+        unsplit = self._unsplit
+        if unsplit is None:
             return lambda: None
         device = units[0].flats[0].device
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            handle.remove()
-            unsplit, self._unsplit = self._unsplit, None
-            if unsplit is None:
+            if line.is_silent:
                 return
+            handle.remove()
             unsplit.train(module.training)
             problem, expected = "", []
             try:
