@@ -1086,7 +1086,59 @@ ISLANDS = _of(
     ),
 )
 
+STAGE_TERMS = _of(
+    "terms of stages",
+    (
+        "what was computed of some stages counts as the whole model's",
+        "return self.stage.are_of_several(self.names)",
+        "return False",
+        "stage_terms",
+    ),
+    (
+        "what was computed of one block counts as some stages'",
+        "len({self.pieces[name] for name in names}) > 1 or",
+        "len(names) > 1 or",
+        "stage_terms",
+    ),
+    (
+        "a number does not know of which parameter it is",
+        "return NumberOfStage.of(result, args[0].mark) if is_value else result",
+        "return result",
+        "stage_terms",
+    ),
+    (
+        "a tensor to which terms are added is not known as theirs",
+        "if tensor is result and self._is_loss:\n                continue",
+        "if tensor is result:\n                continue",
+        "stage_terms",
+    ),
+    (
+        "a tensor that is overwritten stays known as terms",
+        "leaf.mark = leaf.mark._replace(names=frozenset())",
+        "pass",
+        "stage_terms",
+    ),
+    (
+        "a copy of the model may be paired with others' parameters",
+        "if len(owners) != 1:\n            continue",
+        "continue",
+        "stage_terms",
+    ),
+    (
+        "a size that is asked for a write counts",
+        "self._counted.discard(name)",
+        "pass",
+        "stage_terms",
+    ),
+    (
+        "that values were taken is said for each parameter again",
+        "return num_before < len(found) == len(self.trained)",
+        "return len(found) == len(self.trained)",
+        "stage_terms",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *(*BEGINNING, *SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
-    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS, *CHUNKS, *ISLANDS),
+    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS, *CHUNKS, *ISLANDS, *STAGE_TERMS),
 )

@@ -15,6 +15,7 @@ from shardwise.launch.elastic.host_list import HostList, hosts_by_script
 from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.slots import Slot, Slots
 from shardwise.launch.places.hosts import Host
+from shardwise.launch.places.slurm_more import run_slurm
 from tests.patience import wait_until
 
 
@@ -155,6 +156,12 @@ def test_the_report_of_a_lost_host_names_its_ranks() -> None:
         "host gpu2 is gone: ranks 2, 3 (nothing was heard of it for 15 s). 2 ranks continue after step 120, 0.40 s "
         "later. Replacements start as soon as a host has free slots."
     )
+
+
+def test_commands_of_other_places_may_speak_in_other_encodings() -> None:
+    assert hosts_by_script(r"""sh -c 'printf "\351t\351" >&2; echo a:2'""") == [Host("a", 2)]
+    with pytest.raises(ConfigError, match=r"invalid partition: .t. specified"):
+        run_slurm(["sh", "-c", r"printf 'invalid partition: \351t\351 specified' >&2; exit 1"])
 
 
 def test_a_list_of_hosts_counts_when_it_was_read_twice_and_a_bad_one_does_not(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_norms_of_weights_that_stages_share_are_whole() -> None:
 
 COUNTED: dict[str, Callable[[nn.Module], int]] = {
     "numel()": lambda model: sum(p.numel() for p in model.parameters()),
+    "torch.numel": lambda model: sum(torch.numel(input=p) for p in model.parameters()),
     "shapes": lambda model: sum(math.prod(p.shape) for p in model.parameters()),
     "sizes": lambda model: sum(math.prod(p.detach().size()) for p in model.parameters()),
     "of gradients": lambda model: sum(p.grad.numel() for p in model.parameters()),
@@ -166,6 +167,30 @@ def test_a_count_of_all_parameters_says_that_it_is_of_some_stages(kind: str, cap
         for count in counts
     )
     assert sum(counts) == whole
+
+
+def reset(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def add_noise(params: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for param in params:
+            param.add_(torch.zeros(param.shape))
+
+
+def test_a_size_that_is_asked_for_something_else_is_no_count(caplog: pytest.LogCaptureFixture) -> None:
+    def use(model: nn.Module, _: object) -> None:
+        reset(model)
+        add_noise(model.parameters())
+        add_noise(p.grad for p in model.parameters())
+        assert sum(p.norm() for p in model.parameters()).numel() == 1
+        nn.utils.parameters_to_vector(model.parameters())
+
+    in_stages("zero3", use)
+    assert not any("Counts over" in record.getMessage() for record in caplog.records)
 
 
 def put_into_one(params: Iterable[Tensor]) -> Tensor:

@@ -145,7 +145,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _start_of_heap() -> int:
-    for line in MAPS.read_text().splitlines():
+    for line in MAPS.read_text(errors="replace").splitlines():
         if line.endswith("[heap]"):
             return int(line.partition("-")[0], 16)
     raise OSError(f"{os.fspath(MAPS)} has no heap")

@@ -126,7 +126,7 @@ def _reclaimable(stat: Path) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""  # another kernel, or another version of control groups: no limit from here
 
@@ -142,7 +142,7 @@ def _word(path: Path) -> str:
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal or a tracer. False where the system does not report it."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # its name may be any bytes
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] in ("T", "t")

@@ -29,7 +29,7 @@ class ProcessMemory:
 def process_memory(status: Path = STATUS) -> ProcessMemory:
     """This process's resident memory. Without /proc, the peak is only what psutil reports."""
     try:
-        lines = status.read_text().splitlines()
+        lines = status.read_text(errors="replace").splitlines()  # a process may have any bytes as its name
     except FileNotFoundError:
         return _from_psutil()
     rows = (line.partition(":") for line in lines)

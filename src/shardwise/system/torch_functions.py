@@ -15,9 +15,6 @@ from torch.nn import functional
 
 Function = Callable[..., Any]
 _TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
-_METHODS = (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py")
-"""Where methods of tensors are that torch has in Python, such as `__len__`, and what they call."""
-_OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def named(*names: str) -> set[Function]:
@@ -100,14 +97,6 @@ def is_called_by_torch() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
-def is_called_by_a_loop() -> bool:
-    """Whether that call is made neither by torch nor by this library."""
-    frame = _caller()
-    while frame is not None and frame.f_code.co_filename in _METHODS:
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith((_TORCH, _OWN))
-
-
 def is_called_within(module: str) -> bool:
     """Whether a function of `module`, by its name, is among those that are running on this thread."""
     if module not in sys.modules:
@@ -119,7 +108,13 @@ def is_called_within(module: str) -> bool:
 
 
 def _caller() -> FrameType | None:
-    """What has called the innermost `__torch_function__` that is running."""
+    """What has called the innermost `__torch_function__` that is running.
+
+    Nothing but frames tells who it is (torch 2.13): `__torch_function__` and modes get a function and its arguments,
+    which are the same from `get_gradient_edge`, which may have a parameter's node, and from code that hooks into it;
+    from `distribute_tensor`, whose next call waits for other ranks, and from anybody who detaches. torch sets nothing
+    while it calls, and to replace its functions would miss the modules that have imported them before.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name.strip("_") != "torch_function":
         frame = frame.f_back

@@ -64,6 +64,7 @@ def measured_by_ranks(module: str, num_ranks: int, arguments: Sequence[str], env
             env={**os.environ, **environment, "PYTHONPATH": python_path()},
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=TIMEOUT_SECONDS,
             check=False,
         )

@@ -21,7 +21,13 @@ def hosts_by_script(command: str) -> list[Host]:
     try:
         words = shlex.split(command)
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SCRIPT_SECONDS,
+            check=False,
         )
     except (OSError, ValueError, IndexError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)

@@ -90,6 +90,7 @@ def copy_directory(plan: SshPlan) -> None:
                 plan.copy(share),
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=RSYNC_SECONDS,
                 stdin=subprocess.DEVNULL,
                 check=False,

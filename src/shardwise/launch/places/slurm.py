@@ -145,6 +145,7 @@ def run_sbatch(plan: SbatchPlan, environment: Mapping[str, str]) -> str:
             env=os.environ | environment,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_SUBMIT_SECONDS,
             check=False,
         )

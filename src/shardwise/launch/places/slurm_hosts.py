@@ -59,7 +59,9 @@ def nodes_of(number: str) -> list[Host]:
     """The nodes that the allocation has now, as `squeue` says. Raises `ConfigError`."""
     command = ["squeue", "--noheader", f"--jobs={number}", "--format=%N"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_ASK_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"squeue did not list the nodes of job {number}: {error}.") from error
     names = expand(done.stdout.strip())

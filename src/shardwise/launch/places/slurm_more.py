@@ -59,7 +59,9 @@ class Allocation:
 def run_slurm(command: Sequence[str]) -> str:
     """What a command of Slurm prints. Raises `ConfigError`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_ASK_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{command[0]} cannot be asked: {error}.") from error
     if done.returncode:

@@ -206,6 +206,10 @@ class ParamHome:
         if owner is not None and owner.share is not None and not owner.runner.is_computing:
             owner.share.note_counted(self.name)
 
+    def _note_written(self) -> None:
+        if self._owner.share is not None:
+            self._owner.share.note_written(self.name)
+
     @property
     def weight_outside(self) -> float:
         return self._owner.weights_outside.get(self.name, 1.0)
@@ -273,6 +277,7 @@ class ParamHome:
         owner, flat = self._owner, self._flat
         if owner.leaves_out(f"A write to {self.name}"):
             return
+        self._note_written()
         owner.before_change()
         owner.runner.step.open_params()
         flat_values = values.reshape(-1)
@@ -288,6 +293,7 @@ class ParamHome:
         self._require_alike(value)
         if isinstance(value, Whole) and value.memory is self._present.memory(self) and not value.is_view:
             return
+        self._note_written()
         self._present.leave(self, lambda: self.whole().clone())
         self._unsplit.leave(UnsplitSource(self), lambda: self.unsplit().clone())
         self.param.copy_(value)
@@ -440,6 +446,10 @@ class GradSource:
         if self.owner.share is not None:
             self.owner.share.note_counted(self.flat.slots[self.index].name)
 
+    def _note_written(self) -> None:
+        if self.owner.share is not None:
+            self.owner.share.note_written(self.flat.slots[self.index].name)
+
     def recover(self, error: CommError) -> bool:  # noqa: ARG002
         return False  # gradients go with the step that is repeated
 
@@ -455,10 +465,12 @@ class GradSource:
         yield whole
 
     def take_over(self, values: Tensor) -> None:
+        self._note_written()
         self.owner.gradients.assign(self.flat, self.index, values)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         self._require_current()
+        self._note_written()
         piece = self.owner.gradients.piece(self.flat, self.index)
         if self.flat.spec.updates_below:  # the piece is on the host, and a factor may be on the device
             args = tuple(arg.to(piece.device) if isinstance(arg, Tensor) else arg for arg in args)

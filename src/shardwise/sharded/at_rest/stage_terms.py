@@ -21,7 +21,7 @@ from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Resting, Whole, source_of
 from shardwise.sharded.at_rest.stage_names import InStage, StageNames
 from shardwise.system.marked import Marked
-from shardwise.system.torch_functions import is_called_by_a_loop, named
+from shardwise.system.torch_functions import named
 from shardwise.system.torch_private import has_own_memory, tree_leaves, tree_map_only
 
 Tensor = torch.Tensor
@@ -95,7 +95,7 @@ class TermOfStage(Marked):
             if terms is not None and func not in uses.METADATA:
                 note_taken(terms, result)
                 written.note(terms, result)
-            elif terms is not None and func in uses.COUNTS and is_called_by_a_loop():
+            elif terms is not None and func in uses.COUNTS and leaves[0].plain().dim():  # a number is not counted
                 terms.stage.share.note_counted(*terms.names)
             is_value = type(result) is float and func in _VALUES and isinstance(args[0], cls)
             return NumberOfStage.of(result, args[0].mark) if is_value else result

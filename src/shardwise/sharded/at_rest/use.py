@@ -29,7 +29,7 @@ from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
 from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, Written, note_taken, require_own_copies, terms_in
-from shardwise.system.torch_functions import is_called_by, is_called_by_a_loop, is_called_by_torch
+from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     is_checkpointing,
@@ -49,8 +49,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func is torch.autograd.grad:
         return _gradients(*args, **kwargs)
     if func in uses.METADATA:
-        if func in uses.COUNTS and isinstance(args[0], Resting | Whole) and is_called_by_a_loop():
-            source_of(args[0]).note_counted()
+        if func in uses.COUNTS and isinstance(asked := (*args, *kwargs.values())[0], Resting | Whole):
+            source_of(asked).note_counted()
         if func is Tensor.register_hook and isinstance(args[0], Resting):
             args[0].home().note_hook()
         return plainly(func, args, kwargs)
@@ -163,7 +163,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
                 seen[id(handle)] = _weighted(handle) if differentiates else values
         args, kwargs = tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
         before = {source: values._version for source, values in opened.items()}
-        shapes = [(seen[id(handle)].shape, seen[id(handle)].stride()) for handle in handles]
+        forms = [plainly(_form, [seen[id(handle)]], {}) for handle in handles]
         apart = [  # what `.data` gives counts its writes for itself
             (handle.source, seen[id(handle)], seen[id(handle)]._version)
             for handle in handles
@@ -187,8 +187,8 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             for handle in handles:
                 if isinstance(handle, Resting):
                     handle.home().require_gradient()
-        for handle, shape in zip(handles, shapes, strict=True):
-            if (seen[id(handle)].shape, seen[id(handle)].stride()) != shape:
+        for handle, form_before in zip(handles, forms, strict=True):
+            if plainly(_form, [seen[id(handle)]], {}) != form_before:
                 _refuse(handle, "another shape, given to it in place,")
         counted = {source for source, values in opened.items() if values._version != before[source]}
         counted |= _sources(uses.written_uncounted(func, *tree_unflatten(leaves, form)))
@@ -211,6 +211,10 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             terms = [terms_in(one, leaves, of) for one, of in zip(results, each, strict=True)]
             results = TermOfStage.each_marked(results, terms, leaves)
         return tree_unflatten(results, result_form)
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
 
 
 def _weighted(param: Resting) -> Tensor:
