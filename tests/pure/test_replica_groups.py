@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwise.elastic.rebuild import plan_on
 from shardwise.errors import ConfigError
 from shardwise.parallel.outline import OffDevice, SmallerMeshes
-from shardwise.plan import Offload, load_plan
+from shardwise.plan import Offload, load_plan, replica_groups
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import (
     Regrouped,
@@ -25,6 +25,7 @@ from shardwise.plan.replica_groups import (
     mesh_of,
     mesh_over,
     most_of,
+    num_groups,
     regroup,
     split_alike,
     with_fewer_ranks,
@@ -407,3 +408,10 @@ def test_a_group_that_could_be_filled_up_leaves_at_once_and_comes_in_later() -> 
     later = going_on(axes, 2, {14: 0, 15: 1}, at_once.spares)
     assert (later.members, later.spares) == ((14, 15, 10, 13), ())
     assert going_on({"dp": 1, "tp": 2}, 2, {0: 0}, [5]).members == (), "nobody has the rest of the model"
+
+
+def test_groups_of_many_ranks_are_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or copies of 100,000 ranks, each of which asks, took minutes."""
+    monkeypatch.setattr(replica_groups, "_places", None)
+    assert num_groups(Mesh(("dp", "tp"), (100_000, 8))) == 100_000
+    assert num_groups(Mesh(("pp", "tp"), (4, 8))) == 1

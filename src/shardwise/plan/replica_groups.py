@@ -245,7 +245,7 @@ def group_place(mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 def num_groups(mesh: Mesh) -> int:
     """Replica groups of `mesh`."""
-    return len(_places(mesh, _data_axes(mesh)))
+    return math.prod(map(mesh.size, _data_axes(mesh)))
 
 
 def num_leaving(mesh: Mesh, smaller: Smaller, num_lost: int = 1) -> int:

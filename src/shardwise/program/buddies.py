@@ -6,6 +6,7 @@ Known from in-memory checkpoints to peers: Gemini (Wang et al., SOSP 2023) and t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,8 +147,8 @@ def copy_bytes(
     coordinate: Mapping[str, int] | None = None,
 ) -> CopyBytes:
     """`coordinate` is the rank's; without one, of the rank with the most. Zeros where nobody needs a copy."""
-    by_rank = keepers(flats, hosts)
-    most = max((by_rank.count(keeper) for keeper in by_rank if keeper is not None), default=0)
+    counts = Counter(keeper for keeper in keepers(flats, hosts) if keeper is not None)
+    most = max(counts.values(), default=0)
     if not most:
         return CopyBytes(0, 0, 0)
     trained, frozen = [flat for flat in flats if flat.trainable], [flat for flat in flats if not flat.trainable]
