@@ -269,4 +269,4 @@ def _by_kind(
 def lies_in_units(param: torch.Tensor) -> bool:
     """Whether a parameter has its place in a flat buffer: floating-point values, and codes. Others are whole on every
     rank."""
-    return param.is_floating_point() or dtype_of_codes(param) is not None
+    return param.dtype.is_floating_point or dtype_of_codes(param) is not None  # the method gives way to other threads

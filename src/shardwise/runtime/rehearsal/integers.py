@@ -89,4 +89,5 @@ def is_small_integers(tensor: torch.Tensor) -> bool:
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    dtype = tensor.dtype
+    return dtype.is_floating_point or dtype.is_complex
