@@ -454,7 +454,9 @@ def test_copies_that_are_paired_by_order_are_refused(pair: Callable[..., None], 
             pair(average, model)
             engine.backward(model(x).mean())
 
-    with pytest.raises((StateError, FaultError), match=r"with a copy of .*Pair them by name"):
+    with pytest.raises(
+        (StateError, FaultError), match=r"with a copy of .*Pair them by name.*average engine.state_dict"
+    ):
         run_ranks(2, rank)
 
 
@@ -484,6 +486,38 @@ def test_copies_that_are_paired_by_name_are_right() -> None:
     for of_stage in run_ranks(2, rank):
         found |= of_stage
     torch.testing.assert_close(found, train(plain, copy.deepcopy(plain), adamw(plain)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_that_computes_is_averaged_from_the_whole_state() -> None:
+    """As a target network, of which each rank needs all stages."""
+    first = Chain()
+    plain, *models = (copy.deepcopy(first) for _ in range(3))
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, state_of: Callable[[], Any]) -> list[float]:
+        target, losses = copy.deepcopy(first), []
+        averages = target.state_dict()
+        for _ in range(4):
+            with torch.no_grad():
+                wanted = target(x.flip(0))
+            loss = (model(x) - wanted).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, value in state_of().items():
+                averages[name].lerp_(value, 0.5)
+            losses.append(loss.item())
+        return losses
+
+    def rank(world: sw.World) -> list[float]:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=optimizer, world=world) as engine:
+            return train(model, optimizer, engine.state_dict)
+
+    expected = train(plain, adamw(plain), plain.state_dict)
+    for losses in run_ranks(2, rank):
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("allow_unused", [False, True])

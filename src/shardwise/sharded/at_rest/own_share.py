@@ -50,7 +50,7 @@ class OwnShare:
         if self._complete(self._taken, names):
             _log.warning(
                 "Values were taken of each of model.parameters(), which are those that this rank has, %s. So a mean or "
-                "a norm of them, or a file that has them, is of these alone. %s",
+                "a norm of them, or a file or a model that has them, is of these alone. %s",
                 self, " ".join(filter(None, (_OF_THE_WHOLE, whose_engine(_OF_THE_WHOLE)))),
             )  # fmt: skip
 

@@ -268,7 +268,9 @@ def require_own_copies(func: Callable[..., Any], args: Sequence[Any]) -> None:
                     f"a copy of {copied}: model.parameters() are those of this rank's stages, and zip() pairs them "
                     f"with others of a copy of the whole model. Pair them by name: copies = "
                     f"dict(copy.named_parameters()); for name, param in model.named_parameters(): "
-                    f"copies[name].lerp_(param.detach(), 0.01). Each rank then has the averages of its stages."
+                    f"copies[name].lerp_(param.detach(), 0.01). Each rank then has the averages of its stages. A copy "
+                    f"that computes, as a target network does, needs those of all: average engine.state_dict(), called "
+                    f"by all ranks, in the place of model.named_parameters()."
                 )
 
 
