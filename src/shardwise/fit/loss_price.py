@@ -1,7 +1,7 @@
 """What the loss of one rank, of one host or of the launcher costs an elastic job, before it runs. Pure.
 
 What happens then follows from the plan, as in `elastic/`; seconds that no plan determines are those of `shardwise
-simulate`, whose options change them there.
+simulate`, whose options change them there, but for how long ranks regroup, which was measured.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ NO_COPIES = "survive: host keeps parts of the state on one host only"
 _REGROUP_SECONDS_ON_ONE_HOST = 0.1
 """Of four ranks, from a death to the repeated step, it takes 0.10 to 0.27 s on an idle machine and up to 0.46 s beside
 other work (docs/elastic-reasons.md), with 0.03 to 0.1 s until it is known."""
+_REGROUP_SECONDS_BETWEEN_HOSTS = 0.3
+"""Of four ranks on two hosts, with links of 1 Gbit/s, it takes 0.42 to 0.72 s beside other work, 0.1 s of which are the
+step."""
 NO_GROUP = "every replica group has ranks on that host"
 
 
@@ -48,7 +51,7 @@ class LossPrice:
     disk_bytes: int = 0
 
     def __str__(self) -> str:
-        """Such as `one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16 MiB from memory; 1 rank
+        """Such as `one rank: the others stand for 400 ms, and 1 step again; each reads up to 16 MiB from memory; 1 rank
         is missing until as many join`."""
         what = f"{'the' if self.what == 'launcher' else 'one'} {self.what}"
         if not self.num_lost:
@@ -101,7 +104,7 @@ def loss_prices(
     """Of one rank, one host with `per_host` ranks, and the launcher. `why_restarted` as `why_no_images` says it; if
     `mesh` is one replica group, the others go on on a `smaller` mesh."""
     size, num_of_group = mesh.world_size, num_leaving(mesh, smaller)
-    regroup_seconds = _REGROUP_SECONDS_ON_ONE_HOST if per_host >= size else Job.regroup_seconds
+    regroup_seconds = _REGROUP_SECONDS_ON_ONE_HOST if per_host >= size else _REGROUP_SECONDS_BETWEEN_HOSTS
     job = _Losses(mesh, flats, num_states, rates or Rates(), regroup_seconds)
     why = why_restarted or ("no other rank is left" if num_of_group == size else "")
     is_one_group = num_groups(mesh) == 1 and bool(smaller)
