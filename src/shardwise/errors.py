@@ -36,7 +36,8 @@ class ShardwiseError(Exception):
     """The base class of all errors of shardwise."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+        # As `super().__init__` does, which Dynamo does not know: it traces what `refuse_transformed_calls` raises.
+        self.args = args
         if where := whose_engine(str(self)):
             self.add_note(where)  # below the message, which tests and reports of ranks compare
 

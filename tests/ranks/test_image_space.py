@@ -275,3 +275,20 @@ def test_memory_that_has_no_room_to_recover_in_is_warned_of(
         assert set(run_members(3, trains(2), tmp_path).values()) == {""}
     said = [one.getMessage() for one in caplog.records if "too little space for old and new" in one.getMessage()]
     assert len(said) == (1 if factor < 2 else 0)
+
+
+def test_an_image_that_is_deleted_meanwhile_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As bytes of an image, and as free ones, it would pass for room that is not there."""
+    for number in (0, 1):
+        (tmp_path / f"0-{number}.image").write_bytes(bytes(100))
+
+    def free_bytes(folder: Path) -> int:
+        (folder / "0-0.image").unlink(missing_ok=True)
+        return 50
+
+    monkeypatch.setattr(image_space, "_free_bytes", free_bytes)
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        image_space.warn_if_scarce(tmp_path, World.join(environment={}))
+    assert "images take 100 B on this host, and 50 B are free" in caplog.text

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.comm import World
@@ -87,21 +88,15 @@ def warn_if_scarce(folder: Path | None, world: World) -> None:
     images]."""
     if folder is None or world.rank != min(world.ranks_of_host):
         return
+    sizes = _sizes_of_images(folder)
+    free = _free_bytes(folder)
+    while (now := _sizes_of_images(folder)) != sizes:  # other ranks delete their old ones
+        sizes, free = now, _free_bytes(folder)
     newest: dict[str, tuple[int, int]] = {}
-    total = 0
-    for path in folder.glob("*.image"):
-        found = _NUMBER.search(path.name)
-        if found is None:
-            continue
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:  # deleted by its rank, which has a newer one
-            continue
-        total += size
-        owner, number = path.name[: found.start()], int(found.group(1))
+    for (owner, number), size in sizes.items():
         newest[owner] = max(newest.get(owner, (-1, 0)), (number, size))
     needed = sum(size for _, size in newest.values())
-    free = _free_bytes(folder) + total - needed
+    free += sum(sizes.values()) - needed
     if free < needed:
         _log.warning(
             "/dev/shm has too little space for old and new images while ranks recover: images take %s on this host, "
@@ -112,6 +107,16 @@ def warn_if_scarce(folder: Path | None, world: World) -> None:
             format_bytes(free),
             _CURE,
         )
+
+
+def _sizes_of_images(folder: Path) -> dict[tuple[str, int], int]:
+    """Bytes of each image that is there, by its owner and number."""
+    sizes = {}
+    for path in folder.glob("*.image"):
+        if (found := _NUMBER.search(path.name)) is not None:
+            with suppress(FileNotFoundError):  # deleted by its rank, which has a newer one
+                sizes[path.name[: found.start()], int(found.group(1))] = path.stat().st_size
+    return sizes
 
 
 def _free_bytes(folder: Path) -> int:

@@ -131,7 +131,8 @@ def _add_events(path: Path, events: list[dict[str, Any]], rank: int) -> None:
 
     Torch's microseconds count from a base that the file gives in nanoseconds; ours are of the wall clock.
     """
-    trace = json.loads(path.read_text(encoding="utf-8"))
+    # Torch writes the process's name as it is, which may have a line's end, or be cut within a letter.
+    trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
     base_us = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
     shifted = [{**event, "ts": event["ts"] - base_us} for event in events]
     for event in trace_of([shifted]):
