@@ -109,24 +109,31 @@ def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, mon
     assert ("All ranks start again from the last checkpoint." in said) == (moment == "in recovery")
 
 
-@pytest.mark.parametrize("hosts", ["", "aabb"])
-def test_images_wait_for_the_space_of_old_ones(hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a host has room for its images once and a half. Member 1 dies, another comes in its place, and member 2
-    dies, when all images have moved to where others can read them."""
+def in_little_memory(monkeypatch: pytest.MonkeyPatch, has_room: Callable[[Path], bool]) -> list[Directory]:
+    """Refuse images for which, once they are there, a host's memory has no room. Returns what lies in those that wait
+    in other memory, as they come."""
     create, lock, waited = Image.create, threading.Lock(), list[Directory]()
 
-    def in_little_memory(path: Path | None, directory: Directory) -> Image:
+    def where_there_is_room(path: Path | None, directory: Directory) -> Image:
         with lock:
             image = create(path, directory)
             if path is None:
                 waited.append(directory)
-                return image
-            if sum(map(size_of, path.parent.glob("*.image"))) <= (ROOM_OF_HOST if hosts else ROOM):
+            if path is None or has_room(path):
                 return image
         path.unlink()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(survival.Image, "create", in_little_memory)
+    monkeypatch.setattr(survival.Image, "create", where_there_is_room)
+    return waited
+
+
+@pytest.mark.parametrize("hosts", ["", "aabb"])
+def test_images_wait_for_the_space_of_old_ones(hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a host has room for its images once and a half. Member 1 dies, another comes in its place, and member 2
+    dies, when all images have moved to where others can read them."""
+    room = ROOM_OF_HOST if hosts else ROOM
+    waited = in_little_memory(monkeypatch, lambda path: sum(map(size_of, path.parent.glob("*.image"))) <= room)
 
     def work(world: World, member: int) -> torch.Tensor:
         model = models[member]
@@ -175,26 +182,17 @@ def test_ranks_are_lost_and_join_where_old_and_new_images_have_no_room(
     """Memory has room for `factor` times the images of the first layout: some of the next one, with fewer ranks or with
     one that has joined, wait in other memory."""
     plan, loop = JOINS[name]
-    create, lock, waited = Image.create, threading.Lock(), list[Directory]()
     first: dict[str, int] = {}
     """Bytes of the first layout, by the names of its images without their numbers."""
 
-    def in_little_memory(path: Path | None, directory: Directory) -> Image:
-        with lock:
-            image = create(path, directory)
-            if path is None:
-                waited.append(directory)
-                return image
-            name = path.stem.rsplit("-", 1)[0]
-            if len(first) < 4 or name in first:
-                first[name] = size_of(path)
-                return image
-            if sum(map(size_of, path.parent.glob("*.image"))) <= factor * sum(first.values()):
-                return image
-        path.unlink()
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def has_room(path: Path) -> bool:
+        name = path.stem.rsplit("-", 1)[0]
+        if len(first) < 4 or name in first:
+            first[name] = size_of(path)
+            return True
+        return sum(map(size_of, path.parent.glob("*.image"))) <= factor * sum(first.values())
 
-    monkeypatch.setattr(survival.Image, "create", in_little_memory)
+    waited = in_little_memory(monkeypatch, has_room)
     fault = DiesBefore(1, 2, point)
     sizes = race_of(Layers(), plan, fault, tmp_path, loop=loop, num_newcomers=1, least=2)
     assert fault.is_dead
