@@ -259,10 +259,7 @@ def test_a_bound_needs_no_rehearsal_of_each_treatment() -> None:
         assert bound <= subject.evaluate(candidate).seconds
     assert subject.least(again).seconds > bounds[1], "now it is known"
     far = H100.model_copy(update={"local": H100.local.model_copy(update={"bytes_per_second": 1e6})})
-    subject.hardware = far
-    subject._known_alone.clear()
-    subject._known_passes.clear()
-    subject._least.clear()
+    subject = ModelSubject(on_meta(Decoder, num_blocks=8), tokens(), far, 64, WIDE, on_cpu=False)
     assert subject.least(kept).seconds > 50 * bounds[0], "messages within layers count"
 
 
