@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import register_random, settings
+from hypothesis.internal.conjecture import providers
 
 from tests import drawing, warm
 from tests.covering import Chooser
@@ -33,6 +34,15 @@ gc.set_threshold(10_000)
 # A machine that does other things must not fail a test. Examples are the same each time, except in `make soak`.
 settings.register_profile("busy", deadline=None, derandomize=not SOAK, max_examples=drawn(25, 100))
 settings.load_profile("busy")
+if not SOAK:
+    # Some of what hypothesis draws are constants of all local modules that are imported by then, so that examples
+    # depended on which files were collected or run before. Reading these from 800 files also took each worker seconds.
+    providers.is_local_module_file = lambda _: False
+if not torch.accelerator.is_available():
+    # Torch notes for devices that may come with what to seed them, and three times the whole stack that says so: half a
+    # millisecond for each call of torch.manual_seed, and each test makes one.
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        vars(devices)["manual_seed_all"] = lambda _: None
 
 UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
 """When the last test may begin, in seconds since 1970: `tests/gate.py` gives each of its parts a share of its time."""

@@ -32,7 +32,7 @@ from shardwise.launch.autoscale import (
     parse_policy,
 )
 from tests.admissions import DAY_SECONDS, one_day, slots_at
-from tests.thorough import sampled
+from tests.thorough import drawn, sampled, varies
 
 MONDAY = datetime(2026, 11, 30, tzinfo=UTC)
 WINDOW_SECONDS = 20.0
@@ -274,7 +274,8 @@ def test_a_difference_within_the_errors_of_measurement_decides_nothing() -> None
         assert decide(Fill(), Sizes(4, 8, 4), state, seen, patience).wanted == wanted
 
 
-@settings(max_examples=30)
+@varies
+@settings(max_examples=drawn(15, 100))
 @given(
     st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 80)), max_size=6),
     st.floats(0.0, 0.3),
@@ -319,13 +320,14 @@ def test_one_rank_that_is_replaced_changes_no_request() -> None:
     assert job.wishes == [8, 16, 32, 64, 48, 40, 36]
 
 
+@varies
 @pytest.mark.parametrize("error", [0.058, 0.02])
 @pytest.mark.parametrize("is_predicted", [False, True])
 def test_a_noisy_job_at_the_limit_neither_grows_nor_shrinks_for_ever(is_predicted: bool, error: float) -> None:
     """Of 9 ranks each does 71 %, of 10 69 %, and windows vary by 10 %, also where they say that it is less."""
     speed = amdahl(0.05)
     predicted = {size: 1 / speed(size) for size in range(1, 65)} if is_predicted else {}
-    for seed in range(4):
+    for seed in range(drawn(2, 6)):
         numbers = random.Random(seed)
         job = Cluster(Gain(0.7), Sizes(1, 64, 1), speed, predicted=predicted, tick=10.0, error=error)
         job.factor = lambda _, numbers=numbers: numbers.uniform(0.9, 1.1)

@@ -89,8 +89,8 @@ class Layers(Task):
 class Deep(Transformer):
     """Enough blocks for eight stages."""
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=8)
+    def __init__(self, num_blocks: int = 8) -> None:
+        super().__init__(num_blocks=num_blocks)
 
 
 class TokenNorm(nn.BatchNorm1d):
@@ -104,8 +104,8 @@ class TokenNorm(nn.BatchNorm1d):
 class Statistics(Deep):
     """Each block has statistics of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         for block in self.blocks:
             block.norm2 = TokenNorm(self.embed.embedding_dim)
 
@@ -113,8 +113,8 @@ class Statistics(Deep):
 class Normed(Layers):
     """Statistics are those of micro-batches, so the plain model computes these too."""
 
-    def __init__(self) -> None:
-        super().__init__(Statistics)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(partial(Statistics, num_blocks))
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         losses = [model(micro_batch) for micro_batch in tokens(step, ROWS).chunk(2)]
@@ -325,11 +325,15 @@ SAMPLES = Axis(
     num_calls=150,
 )
 BIASED = {"scores": "sigmoid", "bias_rate": 0.05, "scale": 1.5}
-WITH_BUFFERS: dict[str, Callable[[], Task]] = {
+WITH_BUFFERS: dict[str, Callable[[int], Task]] = {
     "statistics": Normed,
-    "biases": lambda: Experts(partial(Decoder, num_blocks=8, block=lambda _, width: ExpertBlock(width, **BIASED))),
+    "biases": lambda num: Experts(
+        partial(Decoder, num_blocks=num, block=lambda _, width: ExpertBlock(width, **BIASED))
+    ),
 }
-"""Tasks of which each stage has buffers that change."""
+"""Tasks of which each stage has buffers that change, by the number of blocks."""
+OF_FOUR_RANKS = {"1f1b": 4, "gpipe": 4, "interleaved": 8, "zb-h1": 4}
+"""As many blocks as four ranks have stages."""
 AXES = {
     "tp": LAYERS,
     "tp alone": Axis(
@@ -344,9 +348,12 @@ AXES = {
     "pp alone": Axis(
         mesh={"dp": 1, "pp": 4},
         ways={
-            **{way: (partial(Layers, Deep), plan) for way, (_, plan) in STAGES.ways.items()},
             **{
-                f"{name}, {way}": (make, STAGES.ways[way][1])
+                way: (partial(Layers, partial(Deep, OF_FOUR_RANKS[way])), plan)
+                for way, (_, plan) in STAGES.ways.items()
+            },
+            **{
+                f"{name}, {way}": (partial(make, OF_FOUR_RANKS[way]), STAGES.ways[way][1])
                 for name, make in WITH_BUFFERS.items()
                 for way in ("1f1b", "interleaved", "zb-h1")
             },
@@ -433,7 +440,10 @@ IN_GROUPS_OF_FOUR = {
 PAIRS = {
     "pp tp": Axis(
         mesh={"pp": 2, "tp": 2},
-        ways={way: (partial(Layers, Deep), {**plan, "tensor": TENSOR}) for way, (_, plan) in STAGES.ways.items()},
+        ways={
+            way: (partial(Layers, partial(Deep, 4)), {**plan, "tensor": TENSOR})
+            for way, (_, plan) in STAGES.ways.items()
+        },
         points={**IN_GROUPS_OF_FOUR, "a forward": ("message of activation 1", 1)},
         frozen=STAGES.frozen,
         settings=AXES["pp alone"].settings,

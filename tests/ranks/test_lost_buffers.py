@@ -90,7 +90,7 @@ def test_biases_that_move_after_two_steps_move_with_what_was_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank is lost between the two steps. Rehearsals copy no buffers of other stages."""
-    task = Experts(WITH_BUFFERS["biases"]().make, every=2)
+    task = Experts(WITH_BUFFERS["biases"](4).make, every=2)
     sizes = race("pp alone", "zero1", DiesBefore(1, 3, "gather of weighed mean"), tmp_path, task=task)
     assert {one[-1] for one in sizes.values()} == {2}
     assert not [record for record in caplog.records if record.name.startswith("torch")]

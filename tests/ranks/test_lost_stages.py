@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from shardwise.comm import World
 from shardwise.comm.regrouping import Regrouped
 from shardwise.elastic.layouts import Layout
 from shardwise.errors import StateError
+from shardwise.parallel.pipeline.staged_model import Carried, Surveys
+from shardwise.parallel.pipeline.survey import Surveyor
 from shardwise.testing import run_ranks
 from tests.patience import PATIENCE
 from tests.ranks.lost_groups import AXES, NUM_STEPS, PRESETS, ROWS, DiesBefore, Layers, race, trained_alone
@@ -53,6 +56,32 @@ def test_a_spare_lets_go_of_memory_that_others_still_read(tmp_path: Path, monkey
     monkeypatch.setattr(ThreadMembership, "come_back", rest)
     monkeypatch.setattr(Layout, "complete", complete_late)
     race("pp", "zero3", DiesBefore(1, 1, "exchange of commit"), tmp_path)
+
+
+def test_stages_that_stay_are_not_surveyed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But with a rank that joins, which knows nothing."""
+    surveys: Counter[str] = Counter()
+    survey = Surveyor.survey
+
+    def counted(self: Surveyor, *given: Any, **more: Any) -> Any:
+        surveys[threading.current_thread().name] += 1
+        return survey(self, *given, **more)
+
+    monkeypatch.setattr(Surveyor, "survey", counted)
+    race("pp", "zero1", DiesBefore(2, 2, "message of gradient 0"), tmp_path)
+    assert surveys == dict.fromkeys((f"member {member}" for member in range(4)), 1)
+    surveys.clear()
+    race("pp", "zero1", DiesBefore(2, 2, "message of gradient 0"), tmp_path, num_newcomers=1, least=4)
+    assert surveys == {"member 0": 1, "member 1": 1, "member 2": 1, "member 3": 2, "member 4": 1}
+
+
+def test_of_a_survey_that_was_interrupted_none_knows_more_than_the_others() -> None:
+    surveys = Surveys({"one": Carried(), "other": Carried()}, {"one": "", "other": ""})
+    surveys.agree(lambda own: [own, b"[1, 2]"])
+    assert (list(surveys.carried), list(surveys.mixing)) == (["one"], ["one", "other"])
+    surveys.agree(lambda own: [b"[0, 0]", own])
+    assert not surveys.carried
+    assert not surveys.mixing
 
 
 class Counting(Transformer):

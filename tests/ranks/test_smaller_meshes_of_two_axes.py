@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Seeing(Layers):
     """It notes on which meshes steps are taken, which is where who decides on members takes them to be."""
 
     def __init__(self) -> None:
-        super().__init__(Deep)
+        super().__init__(partial(Deep, 4))
         self.seen: set[str] = set()
 
     def take_step(

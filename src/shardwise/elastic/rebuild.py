@@ -205,32 +205,32 @@ def _parts_before_and_after(former: Former, plan: Plan, held: Held, mesh: Mesh) 
 
 
 def _parts(former: Former, plan: Plan, mesh: Mesh) -> Parts:
-    """The flat buffers of each part of the model, which is plain, on `mesh`."""
-    sharding = former.sharding
+    """The flat buffers of each part of the model, which is plain, on `mesh`; they allocate no memory. What stages do
+    not change is found once for all of them."""
+    model, sharding = former.model, former.sharding
+    chosen = choose_units(model, plan)
+    holders = holders_of(model, stage_layout(model, plan, mesh)) if mesh.has_stages else None
+    named = dict(model.named_parameters())
+    within = [axis for axis in mesh.parted_axes if axis != STAGE_AXIS]
     places = {place_along(mesh, mesh.parted_axes, rank): rank for rank in range(mesh.world_size)}
+    alike = {place_along(mesh, within, rank): rank for rank in places.values()}
+    rows = {place: rows_for(model, plan, mesh, expert_split(model, plan, mesh, rank)) for place, rank in alike.items()}
+    boxes = {place: boxes_on(model, plan, mesh, rank) for place, rank in alike.items()}
+
+    def units_on(rank: int) -> list[Unit]:
+        place, coordinate = place_along(mesh, within, rank), mesh.coordinate(rank)
+        own, own_boxes = chosen, boxes[place]
+        if holders is not None:
+            own = units_of_stages(chosen, holders, coordinate[STAGE_AXIS])
+            own_boxes = stage_boxes(named, holders, coordinate[STAGE_AXIS], own_boxes)
+        choices = [replace(choice, boxes=own_boxes) for choice in own]
+        specs = unit_specs(choices, rows[place], mesh, sharding.updates)
+        return make_units(choices, specs, rows[place], coordinate, sharding.device, sharding.updates)
+
     return {
-        place: [
-            (flat.spec, flat.slots)
-            for unit in _units_on(former.model, plan, mesh, rank, sharding.updates, sharding.device)
-            for flat in unit.flats
-        ]
+        place: [(flat.spec, flat.slots) for unit in units_on(rank) for flat in unit.flats]
         for place, rank in places.items()
     }
-
-
-def _units_on(
-    model: nn.Module, plan: Plan, mesh: Mesh, rank: int, updates: Updates, device: torch.device
-) -> list[Unit]:
-    """The units and flat buffers that `rank` of `mesh` has of `model`, which is plain; they allocate no memory."""
-    rows, boxes = rows_for(model, plan, mesh, expert_split(model, plan, mesh, rank)), boxes_on(model, plan, mesh, rank)
-    chosen = choose_units(model, plan)
-    if mesh.has_stages:
-        holders, place = holders_of(model, stage_layout(model, plan, mesh)), mesh.coordinate(rank)[STAGE_AXIS]
-        chosen = units_of_stages(chosen, holders, place)
-        boxes = stage_boxes(dict(model.named_parameters()), holders, place, boxes)
-    choices = [replace(choice, boxes=boxes) for choice in chosen]
-    specs = unit_specs(choices, rows, mesh, updates)
-    return make_units(choices, specs, rows, mesh.coordinate(rank), device, updates)
 
 
 def boxes_on(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Boxes:

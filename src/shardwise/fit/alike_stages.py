@@ -100,30 +100,31 @@ class FewStages:
 
     def rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
         """As `StageRehearsal.rehearse`, of the rank that has the stage."""
-        pp_rank = self.layout.pp_rank_of(stage)
         self._arrived[stage] = arrived
-        source = self._source_of(stage) if known is None and pp_rank not in self._ranks else None
-        if source is not None:
-            self._sources[stage] = source
-            self._found[stage] = self._taken_over(stage, source)
-            return self._found[stage]
-        for earlier in self.layout.at(pp_rank):
-            if earlier < stage and earlier in self._sources:
-                self._rehearse(earlier, self._arrived[earlier], known)
-        return self._rehearse(stage, arrived, known)
+        source = self._source_of(stage) if known is None else None
+        if source is None:
+            return self._rehearse(stage, arrived, known)
+        self._sources[stage] = source
+        self._found[stage] = self._taken_over(stage, source)
+        return self._found[stage]
 
     def rank(self, pp_rank: int) -> tuple[RankRecord, StageRehearsal, Mapping[int, Mapping[str, int]]]:
-        """What is known of a rank after all stages have been rehearsed; the rehearsal of one that has the same; and
-        what it sends within its layers, by stage."""
-        stages = self.layout.at(pp_rank)
-        sources = {stage: self._sources.get(stage, stage) for stage in stages}
-        records = {stage: self._records[source] for stage, source in sources.items()}
-        for stage, source in self._sources.items():
-            if stage in records:
-                records[stage] = self.kinds.record(records[stage], stage, source)
-        alike = self._ranks[self.layout.pp_rank_of(sources[stages[0]])]
-        sent = {stage: self._sent[source] for stage, source in sources.items()}
+        """What is known of a rank after all stages have been rehearsed; its rehearsal, or that of one which shares the
+        same with other stages; and what it sends within its layers, by stage."""
+        records, sent = dict[int, StageRecord](), dict[int, Mapping[str, int]]()
+        for stage in self.layout.at(pp_rank):
+            source = self._sources.get(stage)
+            found = self._records[stage if source is None else source]
+            records[stage] = found if source is None else self.kinds.record(found, stage, source)
+            sent[stage] = self._sent[stage if source is None else source]
+        alike = self._ranks.get(pp_rank) or self._of_blocks_alone or self.made(pp_rank)
         return RankRecord(alike.schedule, pp_rank, records), alike, sent
+
+    @property
+    def _of_blocks_alone(self) -> StageRehearsal | None:
+        """The rehearsal of a rank with nothing but equal blocks, if there was one: such blocks share no parameters."""
+        by_rank = self._ranks.items()
+        return next((one for rank, one in by_rank if self.kinds.firsts.keys() >= set(self.layout.at(rank))), None)
 
     def _rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
         pp_rank = self.layout.pp_rank_of(stage)
@@ -134,20 +135,15 @@ class FewStages:
         found = self._found[stage] = rehearsal.rehearse(stage, arrived, known)
         self._records[stage] = rehearsal.record(stage)
         self._sent[stage] = dict(self.sent(pp_rank))
-        if self._is_inner(pp_rank):
-            kind = self.kinds.kinds[stage]
+        kind = self.kinds.kinds.get(stage)
+        if kind is not None:
             self._rehearsed[kind] = [*self._rehearsed.get(kind, [])[-1:], stage]
         return found
 
-    def _is_inner(self, pp_rank: int) -> bool:
-        """Whether all stages of a rank are of some kind."""
-        return all(stage in self.kinds.kinds for stage in self.layout.at(pp_rank))
-
     def _source_of(self, stage: int) -> int | None:
         """A stage that has been rehearsed and does the same, if one is known."""
-        if not self._is_inner(self.layout.pp_rank_of(stage)):
-            return None
-        some = self._rehearsed.get(self.kinds.kinds[stage], [])
+        kind = self.kinds.kinds.get(stage)
+        some = [] if kind is None else self._rehearsed.get(kind, [])
         if len(some) < 2 or self._arrived[stage] != self._arrived[some[0]]:
             return None
         one, other = some

@@ -154,9 +154,9 @@ class Pipeline:
         """Finds what stages read; without it, each gets the arguments of its first module alone."""
         self.views: Views | None = None
         """Looks at the first forward of each stage, if layers are split by a plan of a user's own."""
-        self._carried: dict[Hashable, Carried] = {}
-        self._mixing: dict[Hashable, str] = {}
-        """By kind of call, how it mixes samples."""
+        self._surveys = staged.surveys
+        if world.membership is not None:  # else these stages are new on all ranks
+            self._surveys.agree(self.exchange)
         self._row = self.layout.schedule.rows[self.pp_rank]
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
@@ -318,10 +318,10 @@ class Pipeline:
         if len(shares) == 1:
             return NOTHING
         form = self._form(part, loss_fn, called, is_whole=is_whole, is_split=is_split)
-        if form not in self._carried:
+        if form not in self._surveys.carried:
             self._require_all_layers()
-            self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
-        return self._carried[form]
+            self._surveys.carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
+        return self._surveys.carried[form]
 
     def _form(
         self, part: MicroBatch, loss_fn: LossFunction | None, called: nn.Module, *, is_whole: bool, is_split: bool
@@ -338,9 +338,9 @@ class Pipeline:
         which of its tensors is every sample's; "" if it can, or if that cannot be seen. All ranks of the pipeline
         call."""
         form = (called, torch.is_grad_enabled(), self.staged.model.training, whole.form)
-        if self.surveyor is not None and form not in self._mixing:
-            self._mixing[form] = self._mixing_seen(self.surveyor, whole, rows, called)
-        return self._mixing.get(form, "")
+        if self.surveyor is not None and form not in self._surveys.mixing:
+            self._surveys.mixing[form] = self._mixing_seen(self.surveyor, whole, rows, called)
+        return self._surveys.mixing.get(form, "")
 
     def _mixing_seen(self, surveyor: Surveyor, whole: MicroBatch, rows: Sequence[int], called: nn.Module) -> str:
         from shardwise.runtime.rehearsal import resized, unlikely_size  # only loops of one's own load it
@@ -359,7 +359,7 @@ class Pipeline:
         if not found.why_unknown and not found.mixing:
             # Parts have other numbers of samples than the whole, too: what is read of one is read of all.
             form = self._form(whole, None, called, is_whole=True, is_split=True)
-            self._carried.setdefault(form, found)
+            self._surveys.carried.setdefault(form, found)
         if found.why_unknown:
             for name, tensor in side_inputs(whole, sum(rows), min(rows)).items():
                 if not surveyed(tensor).why_unknown:

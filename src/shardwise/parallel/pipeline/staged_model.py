@@ -14,7 +14,8 @@ Calling blocks one after the other instead would need code for each model that c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -81,6 +82,25 @@ class Carried:
 
 
 NOTHING = Carried()
+
+
+@dataclass
+class Surveys:
+    """What surveys have found (see [Note: a survey] in `survey.py`), by kind of forward, in the order in which all
+    ranks of a pipeline have made them."""
+
+    carried: dict[Hashable, Carried] = field(default_factory=dict)
+    mixing: dict[Hashable, str] = field(default_factory=dict)
+    """By kind of call, how it mixes samples."""
+
+    def agree(self, exchange: Callable[[bytes], list[bytes]]) -> None:
+        """Forget what not all ranks of the pipeline know: some may have been interrupted in a survey, and one that has
+        joined them has made none. All of them call."""
+        own: list[dict[Hashable, Any]] = [self.carried, self.mixing]
+        known = [json.loads(one) for one in exchange(json.dumps(list(map(len, own))).encode())]
+        for found, *numbers in zip(own, *known, strict=True):
+            for form in list(found)[min(numbers) :]:
+                del found[form]
 
 
 @dataclass(frozen=True)
@@ -150,6 +170,10 @@ class _Slot:
         return replace(self, holder=holder, own=own, other=None, absent=absent)
 
 
+_OF_WHOLE_MODEL = ("layout", "_names", "whole", "holders", "group_names", "surveys", "_whole_groups")
+"""Of a `StagedModel`: what it knows of all stages."""
+
+
 class StagedModel:
     """Removes the modules of other ranks' stages from `model` when it is constructed.
 
@@ -192,6 +216,9 @@ class StagedModel:
         self.pp_rank = pp_rank
         self.holders = holders_of(model, layout)
         """The pipeline ranks that have each parameter, by its first name: several if stages share it."""
+        self.surveys = Surveys()
+        """Of these stages, whichever world they are in: where ranks are lost beside them, others would find the same
+        again, in the time of a forward through all stages."""
         self.group_names: list[list[str]] = []
         """The names of the parameters in each optimizer group before other stages' parameters were removed."""
         self._name_of = {param: name for name, param in model.named_parameters()}
@@ -219,6 +246,14 @@ class StagedModel:
         self._first_here: dict[nn.Module, int] = {}
         self._handles: list[RemovableHandle] = []
         self._forwards = [one.forward for one in self.wholes]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StagedModel:
+        """For a rehearsal, which puts no other stages back: to copy the parameters that wait for that in an elastic
+        job, and the names of the whole model, took longer than to copy the stages."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        for name, value in vars(self).items():
+            vars(copied)[name] = value if name in _OF_WHOLE_MODEL else copy.deepcopy(value, memo)
+        return copied
 
     def _placed(self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]) -> _Slot:
         above, _, key = name.rpartition(".")
