@@ -20,11 +20,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -66,14 +66,21 @@ def seeded(fault: Fault, sources: Mapping[Path, str]) -> tuple[Path, str]:
     return found[0], sources[found[0]].replace(fault.old, fault.new)
 
 
-def files_of(names: Iterable[str], tests: Path) -> list[Path]:
+def files_of(names: Collection[str], tests: Path) -> list[Path]:
     """The files of tests with these names, wherever in `tests` they are."""
-    found = []
+    every = _by_name(tests)
     for name in names:
-        paths = [path for path in tests.rglob(f"test_{name}.py") if not {"extras", "cluster"} & set(path.parts)]
-        if len(paths) != 1:
+        if len(paths := every[name]) != 1:
             raise FaultError(f"there are {len(paths)} files test_{name}.py")
-        found += paths
+    return [path for name in names for path in every[name]]
+
+
+@cache
+def _by_name(tests: Path) -> Mapping[str, list[Path]]:
+    found = defaultdict(list)
+    for path in tests.rglob("test_*.py"):
+        if not {"extras", "cluster"} & set(path.parts):
+            found[path.stem.removeprefix("test_")].append(path)
     return found
 
 

@@ -852,9 +852,27 @@ TENSOR = _of(
         "head_counts",
     ),
     (
+        "of a survey that was interrupted a rank knows what others do not",
+        "list(found)[min(numbers) :]",
+        "list(found)[max(numbers) :]",
+        "lost_stages",
+    ),
+    (
+        "a stage beside others on its rank takes over what one alone has shown",
+        "None if self._has_blocks_alone(pp_rank) else pp_rank",
+        "None",
+        "alike_stages",
+    ),
+    (
+        "stages that stay where ranks are lost are surveyed again",
+        "list(found)[min(numbers) :]:",
+        "list(found):",
+        "lost_stages",
+    ),
+    (
         "a call of which no block mixes samples carries nothing past the next stage",
-        "self._carried.setdefault(form, found)",
-        "self._carried.setdefault(form, NOTHING)",
+        "self._surveys.carried.setdefault(form, found)",
+        "self._surveys.carried.setdefault(form, NOTHING)",
         "calls_in_stages",
     ),
     (

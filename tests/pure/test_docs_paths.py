@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,12 +38,17 @@ def test_the_files_of_a_table_exist(page: str) -> None:
     assert not missing, f"docs/{page} names files that are not there"
 
 
+@cache
+def files() -> frozenset[str]:
+    """All Python files, relative to the root."""
+    tops = ("src", "tests", "benchmarks", "examples", "docs")
+    return frozenset(path.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
-    files = {path.relative_to(ROOT).as_posix() for top in ("src", "tests", "benchmarks", "examples", "docs")
-             for path in (ROOT / top).rglob("*.py")}  # fmt: skip
     named = {name for name in NAMED.findall(page.read_text()) if name.endswith(".py")} - OF_OTHERS
-    assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)} == set()
+    assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files())} == set()
 
 
 def test_the_names_that_pages_about_the_code_say_are_in_it() -> None:

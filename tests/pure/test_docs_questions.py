@@ -4,6 +4,7 @@ a page, one to the section with the answer. Every link of the README and the doc
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ CODE = re.compile(r"(?<!\[)`[^`\n]*`(?!\])")
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
 
 
+@cache
 def sections(page: Path) -> dict[str, str]:
     """The text below each heading, up to the next of its level, by the heading's anchor; the whole page by ''."""
     text = page.read_text()
@@ -68,6 +70,7 @@ def anchor(title: str) -> str:
     return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
 
 
+@cache
 def links(page: Path, text: str | None = None) -> list[tuple[Path, str]]:
     """Where links within the repository lead: file and anchor."""
     prose = FENCE.sub("", page.read_text() if text is None else text)

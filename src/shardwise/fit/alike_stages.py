@@ -4,9 +4,10 @@
 every one finds the same again, with other names. A rehearsal takes longer the more modules a model has, on whichever
 stage they are, so that all of them took minutes for a Llama of 126 blocks in 16 stages. So of each kind stages are
 rehearsed until two that follow each other have done the same (before the second stage of a model there may be fewer
-stand-ins, which a peak shows). Then all further ones of that kind do, if what comes to them has the same layout. Where
-no two do (blocks that look at their number), or a stage reads results of other stages than the one before it, each is
-rehearsed.
+stand-ins, which a peak shows). Then all further ones of that kind do, if what comes to them has the same layout. On a
+rank that has another stage as well, such as the first one, less stands in for that; so of its stages two show what its
+others do. Where no two do the same (blocks that look at their number), or a stage reads results of other stages than
+the one before it, each is rehearsed.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class FewStages:
     _arrived: dict[int, StageMessageLayout | None] = field(default_factory=dict)
     _found: dict[int, Found] = field(default_factory=dict)
     _records: dict[int, StageRecord] = field(default_factory=dict)
-    _rehearsed: dict[Kind, list[int]] = field(default_factory=dict)
-    """The last two stages of each kind that were."""
+    _rehearsed: dict[object, list[int]] = field(default_factory=dict)
+    """The last two stages that were, of all that may do the same."""
     _sources: dict[int, int] = field(default_factory=dict)
     """By stage that was not rehearsed: the one that has done the same."""
     _are_alike: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -117,14 +118,10 @@ class FewStages:
             found = self._records[stage if source is None else source]
             records[stage] = found if source is None else self.kinds.record(found, stage, source)
             sent[stage] = self._sent[stage if source is None else source]
-        alike = self._ranks.get(pp_rank) or self._of_blocks_alone or self.made(pp_rank)
+        alike = self._ranks.get(pp_rank) or next(
+            one for rank, one in self._ranks.items() if self._has_blocks_alone(rank)
+        )
         return RankRecord(alike.schedule, pp_rank, records), alike, sent
-
-    @property
-    def _of_blocks_alone(self) -> StageRehearsal | None:
-        """The rehearsal of a rank with nothing but equal blocks, if there was one: such blocks share no parameters."""
-        by_rank = self._ranks.items()
-        return next((one for rank, one in by_rank if self.kinds.firsts.keys() >= set(self.layout.at(rank))), None)
 
     def _rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
         pp_rank = self.layout.pp_rank_of(stage)
@@ -135,15 +132,24 @@ class FewStages:
         found = self._found[stage] = rehearsal.rehearse(stage, arrived, known)
         self._records[stage] = rehearsal.record(stage)
         self._sent[stage] = dict(self.sent(pp_rank))
-        kind = self.kinds.kinds.get(stage)
-        if kind is not None:
-            self._rehearsed[kind] = [*self._rehearsed.get(kind, [])[-1:], stage]
+        key = self._key(stage)
+        self._rehearsed[key] = [*self._rehearsed.get(key, [])[-1:], stage]
         return found
+
+    def _key(self, stage: int) -> object:
+        """What is equal for stages that may do the same."""
+        if stage not in self.kinds.kinds:
+            return stage
+        pp_rank = self.layout.pp_rank_of(stage)
+        return self.kinds.kinds[stage], None if self._has_blocks_alone(pp_rank) else pp_rank
+
+    def _has_blocks_alone(self, pp_rank: int) -> bool:
+        """Whether a rank has nothing but stages of some kind."""
+        return all(stage in self.kinds.kinds for stage in self.layout.at(pp_rank))
 
     def _source_of(self, stage: int) -> int | None:
         """A stage that has been rehearsed and does the same, if one is known."""
-        kind = self.kinds.kinds.get(stage)
-        some = [] if kind is None else self._rehearsed.get(kind, [])
+        some = self._rehearsed.get(self._key(stage), [])
         if len(some) < 2 or self._arrived[stage] != self._arrived[some[0]]:
             return None
         one, other = some

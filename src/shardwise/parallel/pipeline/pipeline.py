@@ -337,7 +337,7 @@ class Pipeline:
         """Why a call of `called` cannot be split into parts with so many samples each: how its blocks mix samples, or
         which of its tensors is every sample's; "" if it can, or if that cannot be seen. All ranks of the pipeline
         call."""
-        form = (called, torch.is_grad_enabled(), self.staged.model.training, whole.form)
+        form = called, self.staged.model.training, whole.form  # a survey computes no gradients, whatever the call does
         if self.surveyor is not None and form not in self._surveys.mixing:
             self._surveys.mixing[form] = self._mixing_seen(self.surveyor, whole, rows, called)
         return self._surveys.mixing.get(form, "")
