@@ -114,6 +114,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_in_backward_optimizers": (stepped_in_backward, "optimizers that would step on gradients of one rank alone"),
     "_has_compatible_shallow_copy_type": (torch, "module.to() asks it of parameters; it needs no values"),
     # operators
+    "_unsafe_view": (torch.ops.aten, "what a linear layer makes of its product, which rehearsals call oftenest"),
     "_to_copy": (torch.ops.aten, "a move or a conversion of a weight in codes, which stays one"),
     "_schema": (OPERATOR, "which arguments an operator writes to"),
     "_overloadname": (OPERATOR, "operators are told apart by name and overload"),

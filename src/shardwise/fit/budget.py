@@ -97,7 +97,7 @@ class _Held:
     """Of the rank whose tiers are busy longest; `None` if nothing leaves the device, or no rates are known."""
 
 
-def within_budget(
+def within_budget(  # noqa: PLR0913  # a plan, what is known of its ranks, and who asks
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
@@ -107,13 +107,15 @@ def within_budget(
     *,
     is_live: bool = False,
     activations: Sequence[Activations] | None = None,
+    describes: bool = True,
 ) -> Fitted:
     """`plan` with the least `offload` that fits, in place of its `budget`; unchanged if it has none. The same on all
     ranks.
 
     `updates` says how an optimizer updates each parameter; without it, it keeps `states_per_param` for each. `is_live`:
-    the model is already sharded. `activations` are those of each pipeline rank, if they have to fit too. Raises
-    `ConfigError`, with figures, if nothing fits.
+    the model is already sharded. `activations` are those of each pipeline rank, if they have to fit too. The summary is
+    left out unless it `describes`, for which each rank is planned once more. Raises `ConfigError`, with figures, if
+    nothing fits.
     """
     if not _is_meant(plan, mesh, ranks):
         return Fitted(plan)
@@ -125,7 +127,7 @@ def within_budget(
     search = _Search(model, plan, mesh, ranks, updates, states_per_param, activations)
     found = search.least_off_device()
     found = search.least_on_disk(found)
-    return Fitted(plan.with_offload(found), search.summary(found))
+    return Fitted(plan.with_offload(found), search.summary(found) if describes else "")
 
 
 def fit_on_fewer(

@@ -100,7 +100,8 @@ class Size:
 
     Elements are those of the whole model. `flops_seconds` are those that a micro-batch of one row takes at least,
     forward, backward and what is computed again; `row_bytes` the most that its activations hold at once, and
-    `host_row_bytes` what of them goes to the host, of all units and of the one of which most does.
+    `between_row_bytes` between the two; `host_row_bytes` what of them goes to the host, of all units and of the one of
+    which most does.
     """
 
     numel: int
@@ -112,6 +113,7 @@ class Size:
     row_bytes: float
     host_row_bytes: float = 0.0
     host_unit_row_bytes: float = 0.0
+    between_row_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -341,8 +343,9 @@ def _sizes(axis: str, world_size: int, most: int, space: Space) -> list[int]:
 class Bound:
     """What a candidate takes at least, on the fullest rank: bytes of a device, of a node's host, and seconds.
 
-    `resting` and `grad` are bytes of a device that rest on the average rank, and in which gradients wait, with what is
-    held of parameters throughout a pipeline's step; `communicating` are seconds of messages beside what is computed.
+    `resting` and `grad` are bytes of a device that rest on the average rank, and in which gradients wait, `held` those
+    of parameters between a forward and its backward; in a pipeline they are there for most of a step, and count as
+    `resting`. `communicating` are seconds of messages beside what is computed.
     """
 
     device_bytes: float
@@ -350,6 +353,7 @@ class Bound:
     seconds: float
     resting: float = 0.0
     grad: float = 0.0
+    held: float = 0.0
     communicating: float = 0.0
     is_own: bool = False
     """Whether it is from what was counted of that very split and treatment."""
@@ -357,25 +361,26 @@ class Bound:
     def bytes_with(self, loads: Iterable[Load], *, grad_waits: bool) -> float:
         """Bytes of a device on the fullest of ranks with these loads; `grad_waits`: gradients are there while most
         activations are."""
-        beside = self.grad if grad_waits else 0.0
-        held = (one.share * (self.resting + beside) + one.activations for one in loads)
-        return max((self.device_bytes, *held))
+        beside = self.resting + (self.grad if grad_waits else 0.0)
+        most = (one.share * beside + max(one.activations, self.held + one.between) for one in loads)
+        return max((self.device_bytes, *most))
 
 
 @dataclass(frozen=True)
 class Load:
     """What one rank has at least, once its model is known: parameters, as a share of what the average rank has, and
-    bytes of activations at once."""
+    bytes of activations at once, and `between` a forward and its backward, if that is known."""
 
     share: float
     activations: float
+    between: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Apart:
-    """What of a bound does not depend on micro-batches: bytes that rest on a device, of gradients, of what is held in a
-    pipeline from the first micro-batch to the last, of what is gathered, and on a host; seconds of an update there, and
-    of messages of each micro-batch: gathers, and a sum."""
+    """What of a bound does not depend on micro-batches: bytes that rest on a device, of gradients, of what is held of
+    parameters from forwards to backwards, of what is gathered, and on a host; seconds of an update there, and of
+    messages of each micro-batch: gathers, and a sum."""
 
     resting: float
     grad: float
@@ -412,14 +417,19 @@ class Bounds:
             self._apart[key] = apart
         if isinstance(apart, ShardwiseError):
             raise apart
-        activations = size.row_bytes * candidate.rows * candidate.most_in_flight / candidate.ranks_per_sample
+        rows = candidate.rows * candidate.most_in_flight / candidate.ranks_per_sample
         communicating = candidate.accumulate * (apart.gathering + apart.reducing)
+        resting, held = apart.resting, apart.held
+        if candidate.size("pp") > 1:  # before its first backward a rank has used all of its units
+            resting, held = resting + held, 0.0
+        activations = max(size.row_bytes * rows, held + size.between_row_bytes * rows)
         return Bound(
-            apart.resting + max(apart.grad, activations, apart.gathered),
+            resting + max(apart.grad, activations, apart.gathered),
             apart.host,
             max(self._computing(candidate, size), communicating, apart.updating, self._copying(candidate, size)),
-            apart.resting,
-            apart.grad + apart.held,
+            resting,
+            apart.grad,
+            held,
             communicating,
         )
 
@@ -462,7 +472,7 @@ class Bounds:
             resting=resting("device"),
             grad=on("device", table.grad.tier, trained * WIDTH[table.grad.dtype], table.grad.shard),
             held=on("device", table.held.tier, max(0.0, numel * width - gathered), table.held.shard)
-            if mesh.has_stages and table.param.shard and table.held.shard != table.param.shard
+            if table.param.shard and table.held.shard != table.param.shard
             else 0.0,
             gathered=gathered if table.param.shard else 0.0,
             host=(resting("host") + on("host", table.grad.tier, trained * 4, table.grad.shard)) * num_local,

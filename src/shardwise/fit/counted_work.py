@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ import torch
 from shardwise.fit.operations import Copying, Operation, Operations, Worked
 from shardwise.program import Moment
 from shardwise.runtime.hooks import in_backward
+from shardwise.runtime.nested import argument_tensors
 from shardwise.system.telemetry import Ledger
-from shardwise.system.torch_private import UncompiledMode, asks_device, storage_id, tree_leaves
+from shardwise.system.torch_private import UncompiledMode, asks_device, storage_id
 
 NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "fp64",
@@ -67,20 +69,19 @@ class CountedOperations(UncompiledMode):
         result = func(*args, **(kwargs or {}))
         if not is_free(func):
             self._count(func, args, kwargs or {}, result)
-        elif _allocates(func) and isinstance(result, torch.Tensor) and result.numel():
+        elif _name(func) in _ALLOCATING and isinstance(result, torch.Tensor) and result.numel():
             self.add(Operation("memory", kernels=0, allocated_bytes=_allocated([], [result])))
         return result
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        given, made = list(argument_tensors((args, kwargs))), list(argument_tensors(result))
         operation = _operation(func, args, kwargs, given, made, result, self._registry)
         self.add(operation)
         if not in_backward():
             return
         if torch.is_grad_enabled():
             self.recomputed.append(self.operations[-1])
-        elif str(func._overloadpacket) in ("aten.mm", "aten._scaled_mm_v2") and not self._reads_params(given):
+        elif _name(func) in ("mm", "_scaled_mm_v2") and not self._reads_params(given):
             self.weights.append(self.operations[-1])
 
     def add(self, operation: Operation) -> None:
@@ -149,30 +150,23 @@ class _CountingLedger(Ledger):
         self._told(verb, axis, num_bytes)
 
 
-def is_free(func: Any) -> bool:
-    """Whether it only makes a view or allocates."""
-    found = _FREE.get(func)
-    if found is None:
-        found = _FREE[func] = _only_views(func)
-    return found
-
-
-_FREE: dict[Any, bool] = {}
 _ALLOCATING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _PASSING = ("_unsafe_view", "lift_fresh")
 _LOOK_UP = ("embedding", "index_select", "nll_loss_forward")
 """They read as much of their first operand as they return."""
 
 
-def _only_views(func: Any) -> bool:
-    namespace, _, name = str(func._overloadpacket).partition(".")
+@cache
+def _name(func: Any) -> str:
+    return str(func._overloadpacket).partition(".")[2]
+
+
+@cache
+def is_free(func: Any) -> bool:
+    """Whether it only makes a view or allocates."""
     aliases = [one.alias_info for one in func._schema.returns]
     is_view = all(one is not None and not one.is_write for one in aliases)
-    return namespace == "prim" or is_view or name in (*_ALLOCATING, *_PASSING)
-
-
-def _allocates(func: Any) -> bool:
-    return str(func._overloadpacket).partition(".")[2] in _ALLOCATING
+    return func.namespace == "prim" or is_view or _name(func) in (*_ALLOCATING, *_PASSING)
 
 
 def _operation(
@@ -184,7 +178,7 @@ def _operation(
     result: Any,
     registry: Mapping[Any, Dispatch],
 ) -> Operation:
-    name = str(func._overloadpacket).partition(".")[2]
+    name = _name(func)
     read = (*given[1:], *made) if name in _LOOK_UP else given
     num_bytes = sum(one.numel() * one.element_size() for one in (*read, *made))
     dtype = NAMES.get(given[0].dtype, "-") if given else "-"
@@ -242,7 +236,7 @@ def _attention(
     allocated: tuple[int, ...],
 ) -> Operation:
     tensors = [one for one in given if one.dim() == 4]
-    is_backward = "backward" in str(func._overloadpacket)
+    is_backward = "backward" in _name(func)
     query, key = tensors[1:3] if is_backward else tensors[:2]
     batch, heads, queries, size = query.shape
     keys = key.shape[-2]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.plan import Plan
-from shardwise.runtime.rehearsal import is_small_integers, rebind
+from shardwise.runtime.rehearsal import is_small_integers, note_empty, rebind
 
 LEAST = 6
 """Blocks of which it is worth it to look at few."""
@@ -90,6 +90,7 @@ def without_values(model: nn.Module) -> nn.Module:
         memo[id(param)] = nn.Parameter(_on_meta(param), param.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach() if is_small_integers(buffer) else _on_meta(buffer)
+    note_empty(model, memo)
     copied = copy.deepcopy(model, memo)
     rebind(copied, memo)
     return copied

@@ -39,7 +39,7 @@ from shardwise.program import Activations, StepProgram, Trace, UnitSpec, Update,
 from shardwise.program.schedule import Op
 from shardwise.program.step_program import PrefetchBytes
 from shardwise.runtime.activations import treatments_for
-from shardwise.runtime.rehearsal import Around, Watch, nothing_around, rehearse
+from shardwise.runtime.rehearsal import Around, Watch, note_empty, nothing_around, rehearse
 from shardwise.system.devices import TorchAccelerator
 from shardwise.system.telemetry import Ledger
 
@@ -226,7 +226,9 @@ class Parts:
         def made(pp_rank: int) -> StageRehearsal:
             watch = self.watching() if counts_work else None
             ledger = ledgers[pp_rank] = Ledger() if watch is None else watch.ledger
-            own = copy.deepcopy(model)
+            memo: dict[int, object] = {}
+            note_empty(model, memo)
+            own = copy.deepcopy(model, memo)
             treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
             treatments.check_stages(own, layout.pieces)
             around, params = self.around(own, ledger), layout.params_at(own, pp_rank)

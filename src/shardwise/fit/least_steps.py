@@ -113,15 +113,22 @@ class Record:
     live: Numbers
 
     @classmethod
-    def of(cls, marks: Sequence[Mark], alone: Sequence[Alone]) -> Record:
+    def of(cls, marks: Sequence[Mark]) -> Record:
+        """Before anything is priced."""
         return cls(
             tuple(mark.moment for mark in marks),
             np.array([mark.moment.phase == "forward" for mark in marks]),
             np.array([mark.moment.unit != "" for mark in marks]),
-            {one.name: np.array([getattr(of_mark, one.name) for of_mark in alone]) for one in fields(Alone)},
+            {},
             np.array([mark.peak_bytes for mark in marks]),
             np.array([mark.live_bytes for mark in marks]),
         )
+
+    def priced(self, alone: Sequence[Alone], places: Numbers) -> Record:
+        """With what is computed before each mark: of `alone`, which has what equal blocks do once, the one at its
+        place."""
+        numbers = {one.name: np.array([getattr(of_mark, one.name) for of_mark in alone]) for one in fields(Alone)}
+        return replace(self, alone={name: of_all[places] for name, of_all in numbers.items()})
 
     def passes(self, stage_of: Numbers, leaving: Sequence[float]) -> list[StagePass]:
         """Of each stage, where the model is in the stage `stage_of` at each mark. `leaving` are the seconds in which a

@@ -32,7 +32,7 @@ from shardwise.parallel.pipeline import StageLayout, stage_layout
 from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import mesh_for
-from shardwise.program import END_OF_BACKWARD, Mark, Moment, Update
+from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Moment, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.program.schedule import SCHEDULES, Op, schedule_of, schedule_of_calls
 from shardwise.runtime.activations import treatments_for
@@ -79,6 +79,8 @@ class ModelSubject:
     _least: dict[object, Least] = field(default_factory=dict)
     _known_passes: dict[object, list[StagePass]] = field(default_factory=dict)
     _records: dict[object, Record] = field(default_factory=dict)
+    _unpriced: dict[int, _Unpriced] = field(default_factory=dict)
+    """By the identity of what was counted."""
     _known_stage_of: dict[tuple[tuple[Moment, ...], int], Numbers] = field(default_factory=dict)
     _known_alone: dict[object, tuple[Alone, Operations]] = field(default_factory=dict)
     """By the identity of operations, which are kept alive, and who communicates."""
@@ -115,6 +117,7 @@ class ModelSubject:
                 row_bytes=OPTIMISM * max(mark.peak_bytes for mark in counted.activations.marks) / rows,
                 host_row_bytes=OPTIMISM * sum(moved) / rows,
                 host_unit_row_bytes=max(moved) / rows,
+                between_row_bytes=OPTIMISM * _between_passes(counted.activations.marks) / rows,
             )
         return self._sizes[key]
 
@@ -184,14 +187,15 @@ class ModelSubject:
         stages, accumulate = candidate.size("pp"), candidate.accumulate
         if stages == 1:
             run = Run(accumulate * (passes[0].seconds + found.again), accumulate * passes[0].messages)
-            least = Least((run,), (Load(1.0, max(passes[0].forward_bytes, passes[0].backward_bytes)),))
+            most = max(passes[0].forward_bytes, passes[0].backward_bytes)
+            least = Least((run,), (Load(1.0, most, passes[0].held_bytes),))
         else:
             least = self._least_in_stages(candidate, passes, found.again)
         is_own = known.rows == candidate.rows and found.share == 1
         if known.policy != candidate.policy or candidate.parts:  # what is held is another matter
             return replace(least, loads=(), is_own=is_own and known.policy == candidate.policy)
         if is_own and candidate.rows < self._rows_of_size and not self._is_rehearsed(known):
-            loads = (replace(one, activations=OPTIMISM * one.activations) for one in least.loads)
+            loads = (Load(one.share, OPTIMISM * one.activations, OPTIMISM * one.between) for one in least.loads)
             least = replace(least, loads=tuple(loads))
         return replace(least, is_own=is_own)
 
@@ -238,8 +242,11 @@ class ModelSubject:
         (found,) = self._derived(known, approximately=True)
         key = id(found), share, more, sharing, splits  # which is kept: as it was counted, or derived
         if key not in self._records:
-            alone = [self._alone(one, share, more, sharing, splits=splits) for one in found.worked]
-            self._records[key] = Record.of(found.activations.marks, alone)
+            if id(found) not in self._unpriced:
+                self._unpriced[id(found)] = _Unpriced.of(found)
+            unpriced = self._unpriced[id(found)]
+            alone = [self._alone(one, share, more, sharing, splits=splits) for one in unpriced.different]
+            self._records[key] = unpriced.record.priced(alone, unpriced.places)
         num_trained = [self._num_trained] if stages == 1 else self._stages(candidate).num_trained
         bytes_left = LEFT_BYTES / (candidate.size("tp") * candidate.size("ep"))
         leaving = [
@@ -313,6 +320,16 @@ class ModelSubject:
         is_exact = len(ranks) == 1 and self._is_rehearsed(_of_model(candidate))
         return self._evaluated(candidate, plan, mesh, ranks, counted, is_exact=is_exact)
 
+    def held(self, candidate: Candidate) -> int:
+        """Of the first rank of a pipeline, which has most micro-batches in flight, and of the last one, which has the
+        loss: a program for each of them, and no clock."""
+        plan, mesh = self._placed(candidate)
+        ranks = self._ranks(candidate, plan, mesh)
+        places = (0, len(ranks) - 1)
+        counted = self._derived_ranks(candidate, ranks, places)
+        programs = _programs(plan, [ranks[place] for place in places], counted)
+        return max(one.total for one in self._footprints(plan, programs, counted))
+
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
         """With the least that a budget (`within_budget`) would put off the device, beside what activations take. After
         three rounds of micro-batches a pipeline holds what it holds after more."""
@@ -332,6 +349,7 @@ class ModelSubject:
             self.updates,
             self.num_states,
             activations=[one.activations for one in counted],
+            describes=False,
         )
         offload = fitted.plan.offload
         on_disk = offload.optim_disk > 0 or offload.param_disk > 0
@@ -400,12 +418,7 @@ class ModelSubject:
         processors, who gets one depends on which ranks are on which host, which is looked up rank by rank.
         """
         programs = _programs(plan, ranks, counted)
-        held = [
-            program.step.footprint(
-                states_per_param=self.num_states, num_micro_batches=plan.accumulate, activations=one.activations
-            )
-            for program, one in zip(programs, counted, strict=True)
-        ]
+        held = self._footprints(plan, programs, counted)
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         time = step_time(
             _programs(plan, *self._in_parts(candidate, ranks)) if candidate.parts else programs,
@@ -425,6 +438,14 @@ class ModelSubject:
             is_exact=is_exact,
         )
 
+    def _footprints(self, plan: Plan, programs: Sequence[RankProgram], counted: Sequence[Counted]) -> list[Footprint]:
+        return [
+            program.step.footprint(
+                states_per_param=self.num_states, num_micro_batches=plan.accumulate, activations=one.activations
+            )
+            for program, one in zip(programs, counted, strict=True)
+        ]
+
     def _in_parts(self, candidate: Candidate, ranks: Sequence[RankUnits]) -> tuple[list[RankUnits], list[Counted]]:
         """The ranks of a pipeline with the parts of all calls as micro-batches, and what these compute."""
         num_stages = 1 + max(op.stage for rank in ranks for op in rank.row)
@@ -432,9 +453,14 @@ class ModelSubject:
         ranks = _with_rows(ranks, schedule.rows)
         return ranks, self._derived_ranks(replace(candidate, rows=-(-candidate.rows // candidate.parts)), ranks)
 
-    def _derived_ranks(self, candidate: Candidate, ranks: Sequence[RankUnits]) -> list[Counted]:
+    def _derived_ranks(
+        self, candidate: Candidate, ranks: Sequence[RankUnits], places: Sequence[int] | None = None
+    ) -> list[Counted]:
+        """Of all `ranks` of a pipeline, or of those at some `places`."""
         counted = self._derived(candidate)
-        return counted if len(ranks) == 1 else _of_stages(ranks, counted[0], self._message_bytes(candidate))
+        if len(ranks) == 1:
+            return counted
+        return _of_stages(ranks, places, counted[0], self._message_bytes(candidate))
 
     def _derived(self, candidate: Candidate, *, approximately: bool = False) -> list[Counted]:
         """Without a pipeline, for any size of a micro-batch; `approximately` also for those that are apart."""
@@ -519,6 +545,22 @@ class _Known:
     again: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Unpriced:
+    """What was counted, for bounds: equal blocks have computed the same, which is priced once."""
+
+    record: Record
+    different: Sequence[Worked]
+    places: Numbers
+
+    @classmethod
+    def of(cls, counted: Counted) -> _Unpriced:
+        different = {id(one.operations): one for one in counted.worked}
+        place_of = {operations: place for place, operations in enumerate(different)}
+        places = np.array([place_of[id(one.operations)] for one in counted.worked])
+        return cls(Record.of(counted.activations.marks), list(different.values()), places)
+
+
 # [Note: derived bounds] Of ranks along `tp`, twice as many do at least half each. What they hold is affine in their
 # inverse, as far as a part of it is split and the rest is not; so two numbers of them tell of more, but for what only
 # split models have, for which there is `OPTIMISM`. Of samples, fewer do and hold at least as much for each, and more
@@ -569,8 +611,13 @@ class _Stages:
 
 
 def _sharing(candidate: Candidate) -> Sharing:
-    mesh = candidate.mesh
-    return tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in WITHIN)
+    """Those of its axes that have several ranks."""
+    found, stride = [], 1
+    for axis, size in reversed(candidate.sizes):
+        if axis in WITHIN and size > 1:
+            found.append((axis, size, stride))
+        stride *= size
+    return tuple(reversed(found))
 
 
 def _of_model(candidate: Candidate) -> Candidate:
@@ -685,12 +732,21 @@ def _operation(few: Operation, more: Operation, share: float, known: dict[tuple[
     return known[key]
 
 
+def _between_passes(marks: Sequence[Mark]) -> int:
+    """Bytes that a forward leaves for its backward."""
+    forward = [mark.live_bytes for mark in marks if mark.moment.phase == "forward"]
+    return forward[-1] if forward else 0
+
+
 MESSAGES_IN_FLIGHT = 4
 """Of each stage: the next ones from either side, and copies of those sent to both."""
 
 
-def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -> list[Counted]:
-    """What each rank of a pipeline holds and computes, by the moments of the whole model."""
+def _of_stages(
+    ranks: Sequence[RankUnits], places: Sequence[int] | None, whole: Counted, message_bytes: int
+) -> list[Counted]:
+    """What each of the `ranks` of a pipeline, or of those at some `places`, holds and computes, by the moments of the
+    whole model."""
     users: dict[str, set[int]] = {}
     for rank in ranks:
         for name, some in rank.stages_of_units.items():
@@ -698,7 +754,7 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
     stage_of = stages_of([mark.moment for mark in whole.activations.marks], users)
     last = max(op.stage for rank in ranks for op in rank.row)
     found = []
-    for rank in ranks:
+    for rank in ranks if places is None else [ranks[place] for place in places]:
         stages = {}
         names_of = {
             stage: {name for name, some in rank.stages_of_units.items() if stage in some}

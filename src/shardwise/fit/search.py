@@ -120,6 +120,11 @@ class Subject(Protocol):
         of this candidate, as `evaluate` needs it, and not of others."""
         ...
 
+    def held(self, candidate: Candidate) -> int:
+        """Bytes of a device on some ranks of a pipeline, in a small part of the time of `evaluate`, which finds at
+        least as many; raises likewise."""
+        ...
+
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """Quickly. Raises `ShardwiseError` for what `shard` would refuse, with its reason."""
         ...
@@ -338,6 +343,18 @@ class _Search:
         is_own = least.is_own
         return replace(bound, seconds=max(bound.seconds, seconds), device_bytes=num_bytes, is_own=is_own)
 
+    def _with_held(self, candidate: Candidate, bound: Bound) -> Bound:
+        """`bound` with what some ranks of a pipeline hold: most that are evaluated do not fit, and these alone show
+        it."""
+        if candidate.size("pp") == 1 or self.why_unsplit(candidate) is not None:
+            return bound
+        try:
+            num_bytes = self.subject.held(_fullest(candidate))
+        except REFUSALS:  # the reason is found when it is evaluated
+            return bound
+        closer = self.closer[candidate] = replace(bound, device_bytes=max(bound.device_bytes, num_bytes))
+        return closer
+
     def least(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective is at least."""
         return bound.device_bytes if self.objective == "memory" else self.spent(candidate, bound.seconds)
@@ -378,10 +395,10 @@ class _Search:
         then is evaluated once, and its rounds taken for equally long."""
         stages = candidate.size("pp")
         num_rounds = candidate.accumulate / stages
-        if stages == 1 or num_rounds <= 3 or candidate.fills_first:
+        fullest = _fullest(candidate)
+        if fullest == candidate:
             return self.subject.evaluate(candidate)
         few, more = (replace(candidate, accumulate=count * stages) for count in (2, 3))
-        fullest = few if candidate.chunks == 1 else more  # several stages of a rank have all gradients only then
         found = self.subject.evaluate(fullest)
         if not found.fits(self.limits):
             longer = num_rounds * stages / fullest.accumulate
@@ -416,8 +433,8 @@ class _Search:
         if not self.space.shares or self.subject.hardware.host is None or self.objective == "memory":
             return best
         by_preset: dict[str, tuple[Candidate, Bound]] = {}
-        for candidate, bound in sorted(bounded, key=lambda one: self._guess(*one)):
-            found = self.known.get(candidate)
+        for candidate, rough in sorted(bounded, key=lambda one: self._guess(*one)):
+            found, bound = self.known.get(candidate), self.closer.get(candidate, rough)
             is_large = not found.fits(self.limits) if isinstance(found, Evaluated) else not self._may_fit(bound)
             if is_large and candidate.preset in ON_DEVICE and self.why_unsplit(candidate) is None:
                 by_preset.setdefault(candidate.preset, (candidate, bound))
@@ -468,8 +485,10 @@ class _Search:
                 continue
             if is_first or closer.seconds > bound.seconds or not closer.is_own:
                 heappush(queue, (self._guess(candidate, closer), place, candidate, closer))
-            else:
+            elif self._may_fit(self._with_held(candidate, closer)):
                 climb.visit(candidate)
+            else:
+                climb.num_evaluated += 1
         return climb.best
 
     def _count_left(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> None:
@@ -699,6 +718,15 @@ class _Climb:
         if isinstance(found, Evaluated) and found.fits(self.owner.limits):
             every = [*self.best, Ranked(candidate, found)]
             self.best = sorted(every, key=lambda one: one.cost(self.owner.objective))[:NUM_BEST]
+
+
+def _fullest(candidate: Candidate) -> Candidate:
+    """It, or the same with as few rounds of micro-batches through its pipeline as hold as much as all of them."""
+    stages = candidate.size("pp")
+    if stages == 1 or candidate.accumulate <= 3 * stages or candidate.fills_first:
+        return candidate
+    num_rounds = 2 if candidate.chunks == 1 else 3  # several stages of a rank have all gradients only then
+    return replace(candidate, accumulate=num_rounds * stages)
 
 
 def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:

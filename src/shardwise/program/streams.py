@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.errors import ProgramError
 from shardwise.program.action import AFTER_STEP, ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
@@ -149,10 +150,11 @@ def _arriving(flying: dict[str, dict[str, Action]], moment: Moment) -> list[Acti
     return gathers
 
 
-def _possible_units(flat: str) -> list[str]:
+@lru_cache(maxsize=4096)
+def _possible_units(flat: str) -> tuple[str, ...]:
     """The units that a flat buffer's name may belong to: it is the unit's, perhaps with a label behind a colon, and a
     module's own name may contain colons too."""
-    return [flat[:end] for end, letter in enumerate(flat) if letter == ":"] + [flat]
+    return (*(flat[:end] for end, letter in enumerate(flat) if letter == ":"), flat)
 
 
 def _waits_before_gathers_of_others(actions: list[Action], waits: list[Action]) -> tuple[Action, ...]:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
@@ -55,9 +56,11 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "UncompiledMode",
+    "as_on_meta",
     "asks_device",
     "computes_without_values",
     "dispatch_modes",
+    "fake_tensor",
     "graph_task",
     "has_own_memory",
     "is_checkpointing",
@@ -122,6 +125,22 @@ class UncompiledMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+as_on_meta = in_kernel_invocation_manager
+"""A context in which fake tensors of a mode are taken for tensors on the meta device, so that an operator computes
+shapes alone. Its results are plain tensors there."""
+
+
+def fake_tensor(made: torch.Tensor, device: torch.device, attributes: Mapping[str, Any]) -> FakeTensor:
+    """What `FakeTensor(mode, made, device)` is, in a third of the time: `attributes` are those of another one of that
+    mode on that device."""
+    found: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    refuse_address(found)
+    vars(found).update(attributes)
+    return found
 
 
 _ASKS_DEVICE = torch.ops.prim.device.default

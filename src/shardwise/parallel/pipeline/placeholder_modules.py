@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from inspect import getattr_static
 from typing import Any, NoReturn, Protocol
@@ -91,6 +93,14 @@ class PlaceholderModule(nn.Module):
                 self.add_module(key, self._inner[key])
         if original.state_dict(keep_vars=True):
             refuse_states(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderModule:
+        """For rehearsals, which copy all of a deep model's: what is empty, or never changes, takes no time."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for key, value in self.__dict__.items():
+            is_simple = type(value) in (dict, OrderedDict) and (not value or key == "_facts")
+            copied.__dict__[key] = value.copy() if is_simple else copy.deepcopy(value, memo)
+        return copied
 
     @property  # type: ignore[misc]  # typeshed's can be set
     def __class__(self) -> type[nn.Module]:  # type: ignore[override]  # what isinstance() asks

@@ -5,7 +5,7 @@ the hooks that train it.
 """
 
 from shardwise.runtime.rehearsal.integers import is_small_integers
-from shardwise.runtime.rehearsal.rebound import rebind
+from shardwise.runtime.rehearsal.rebound import note_empty, rebind
 from shardwise.runtime.rehearsal.rehearse import (
     Around,
     Loss,
@@ -25,6 +25,7 @@ __all__ = [
     "Twin",
     "Watch",
     "is_small_integers",
+    "note_empty",
     "nothing_around",
     "rebind",
     "rehearse",

@@ -13,6 +13,7 @@ from shardwise.runtime.rehearsal.kernel_memory import kernel_bytes
 from shardwise.system.even_parts import round_up
 from shardwise.system.heap import heap_bytes
 from shardwise.system.torch_private import (
+    FakeTensor,
     UncompiledMode,
     asks_device,
     is_traceable_wrapper_subclass_type,
@@ -90,7 +91,10 @@ class LivingBytes(UncompiledMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # then it computes with what it wraps, and that is counted
         result = func(*args, **(kwargs or {}))
-        self.count(result)
+        if type(result) is FakeTensor and result.layout is torch.strided:  # most are
+            self._count(result.untyped_storage())
+        else:
+            self.count(result)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + kernel_bytes(func, args, on_cpu=self._on_cpu))
         return result
 

@@ -33,6 +33,7 @@ from shardwise.runtime.activations import (
 from shardwise.runtime.foreign_reads import Callers, RehearsedReach
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.runtime.rehearsal.fake_mode import FakeMode
 from shardwise.runtime.rehearsal.grouped import GroupedProducts
 from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.kernel_memory import OfAccelerators
@@ -41,7 +42,7 @@ from shardwise.runtime.rehearsal.refusal import refusal
 from shardwise.runtime.rehearsal.twin import Twin, TwinFlat
 from shardwise.runtime.split_backward import Halves
 from shardwise.system.telemetry import Ledger
-from shardwise.system.torch_private import FakeTensorMode, tree_leaves, tree_map_only
+from shardwise.system.torch_private import tree_leaves, tree_map_only
 
 _rehearses = ContextVar("rehearses", default=False)
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not _rehearses.get())
@@ -285,12 +286,12 @@ def _unlogged() -> Iterator[None]:
         _rehearses.reset(token)
 
 
-def _fake() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def _fake() -> FakeMode:
+    return FakeMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
-def _computing_nothing(mode: FakeTensorMode) -> Iterator[None]:
+def _computing_nothing(mode: FakeMode) -> Iterator[None]:
     """A context without bytes or arithmetic."""
     with mode, torch.enable_grad(), _unlogged():
         yield

@@ -21,7 +21,7 @@ from shardwise.errors import ModelError
 from shardwise.memory import Flat, FlatGradients, FullState, Unit, place, torch_dtype
 from shardwise.runtime.nested import optimizers_in, tensors_in
 from shardwise.runtime.rehearsal.integers import like
-from shardwise.runtime.rehearsal.rebound import rebind
+from shardwise.runtime.rehearsal.rebound import note_empty, rebind
 from shardwise.system.own_hooks import is_own
 from shardwise.system.telemetry import ByteMeter, Ledger
 
@@ -98,6 +98,7 @@ class Twin:
             for hooks in _hooks_of(module):
                 theirs = [(key, hook) for key, hook in hooks.items() if not is_own(hook)]
                 self._memo[id(hooks)] = OrderedDict(theirs)
+        note_empty(model, self._memo)
         try:
             copied = copy.deepcopy(model, self._memo)
             for module in copied.modules():

@@ -1,0 +1,150 @@
+"""Operators that are called at once on the meta device find what torch's own fake mode finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.runtime.rehearsal.fake_mode import DIRECT, FakeMode
+from shardwise.system.torch_private import FakeTensor, FakeTensorMode, storage_id, tree_leaves
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+SQUARE, WIDE, TURNED, HALF = "square", "wide", "turned", "half"
+LINE, ROW, BATCH, SINGLE = "line", "row", "batch", "single"
+HEADS, SUMS = "heads", "sums"
+"""Tensors of `given`."""
+CALLS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    aten.alias.default: ((WIDE,), {}),
+    aten.as_strided.default: ((WIDE, (2, 3), (1, 2), 1), {}),
+    aten.detach.default: ((WIDE,), {}),
+    aten.expand.default: ((LINE, (3, 4)), {}),
+    aten.permute.default: ((BATCH, (2, 0, 1)), {}),
+    aten.slice.Tensor: ((WIDE, 1, 2, 5), {}),
+    aten.split.Tensor: ((WIDE, 4, 1), {}),
+    aten.split_with_sizes.default: ((WIDE, (1, 5), 1), {}),
+    aten.squeeze.dim: ((BATCH, 1), {}),
+    aten.t.default: ((WIDE,), {}),
+    aten.transpose.int: ((BATCH, 0, 2), {}),
+    aten.unbind.int: ((WIDE,), {}),
+    aten.unsqueeze.default: ((LINE, 0), {}),
+    aten.view.default: ((WIDE, (3, 2, -1)), {}),
+    aten._unsafe_view.default: ((WIDE, (2, 12)), {}),
+    aten.add.Tensor: ((WIDE, ROW), {"alpha": 2}),
+    aten.add_.Tensor: ((WIDE, ROW), {}),
+    aten.addmm.default: ((LINE, SQUARE, SQUARE), {}),
+    aten.baddbmm.default: ((BATCH, SINGLE, BATCH), {}),
+    aten.bmm.default: ((SINGLE, BATCH), {}),
+    aten.cat.default: (([WIDE, WIDE], 1), {}),
+    aten.clone.default: ((TURNED,), {"memory_format": torch.contiguous_format}),
+    aten.gelu_backward.default: ((TURNED, TURNED), {}),
+    aten.silu_backward.default: ((TURNED, TURNED), {}),
+    aten.slice_backward.default: ((SQUARE, (4, 6), 1, 1, 5, 1), {}),
+    aten.mul.Scalar: ((WIDE, 2), {}),
+    aten.div.Scalar: ((HALF, 3.0), {}),
+    aten.new_empty.default: ((WIDE, (2, 3)), {"dtype": torch.bfloat16, "device": CPU}),
+    aten.new_zeros.default: ((WIDE, (2, 3)), {}),
+    aten.empty.memory_format: (((2, 3),), {"dtype": torch.bfloat16, "device": CPU}),
+    aten.empty_strided.default: (((2, 3), (1, 2)), {"device": CPU, "pin_memory": False}),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ((HEADS, HEADS, HEADS), {"is_causal": True}),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        (HEADS, HEADS, HEADS, HEADS, HEADS, SUMS, 0.0, True),
+        {},
+    ),
+    aten.cos.default: ((TURNED,), {}),
+    aten.div.Tensor: ((WIDE, ROW), {}),
+    aten.exp.default: ((TURNED,), {}),
+    aten.gelu.default: ((TURNED,), {}),
+    aten.mean.dim: ((WIDE, [-1], True), {}),
+    aten.mm.default: ((SQUARE, WIDE), {}),
+    aten.mul.Tensor: ((HALF, WIDE), {}),
+    aten.mul_.Tensor: ((WIDE, 2), {}),
+    aten.neg.default: ((TURNED,), {}),
+    aten.pow.Tensor_Scalar: ((HALF, 2), {}),
+    aten.relu.default: ((TURNED,), {}),
+    aten.rsqrt.default: ((WIDE,), {}),
+    aten.sigmoid.default: ((WIDE,), {}),
+    aten.silu.default: ((TURNED,), {}),
+    aten.sin.default: ((TURNED,), {}),
+    aten.sub.Tensor: ((WIDE, HALF), {}),
+    aten.sum.default: ((WIDE,), {}),
+    aten.sum.dim_IntList: ((HALF, [0]), {"dtype": torch.float32}),
+    aten.tanh.default: ((WIDE,), {}),
+    aten._to_copy.default: ((TURNED,), {"dtype": torch.bfloat16, "device": CPU}),
+    aten.zero_.default: ((WIDE,), {}),
+    aten.fill_.Scalar: ((WIDE, 1), {}),
+}
+
+
+def given() -> dict[str, torch.Tensor]:
+    return {
+        SQUARE: torch.ones(4, 4),
+        WIDE: torch.ones(4, 6),
+        LINE: torch.ones(4),
+        ROW: torch.ones(6),
+        BATCH: torch.ones(2, 1, 3).expand(2, 4, 3)[:, :1],
+        SINGLE: torch.ones(2, 1, 1),
+        TURNED: torch.ones(6, 4).t(),
+        HALF: torch.ones(4, 6, dtype=torch.bfloat16),
+        HEADS: torch.ones(2, 5, 3, 4).transpose(1, 2),
+        SUMS: torch.ones(2, 3, 5),
+    }
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
+
+
+def found(mode: FakeTensorMode, func: Callable[..., Any]) -> list[object]:
+    """Each result: which argument it is, and else of which it is a view, with all that is known of it."""
+    args, kwargs = CALLS[func]
+    with mode:
+        tensors = given()
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, list):
+                return [filled(one) for one in value]
+            return tensors[value] if isinstance(value, str) else value
+
+        result = func(*map(filled, args), **kwargs)
+        found: list[object] = [type(result)]
+        for one in tree_leaves(result):
+            storage = one.untyped_storage()
+            same = [name for name, other in tensors.items() if other is one]
+            seen = [
+                name for name, other in tensors.items() if storage_id(other.untyped_storage()) == storage_id(storage)
+            ]
+            layout = one.shape, one.stride(), one.storage_offset(), storage.nbytes()
+            found.append((type(one), same, seen, layout, one.dtype, one.device, one.requires_grad))
+        return found
+
+
+@pytest.mark.parametrize("func", sorted(DIRECT, key=str), ids=str)
+def test_an_operator_finds_what_it_does_in_torch(func: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = found(FakeTensorMode(), func)
+    left: list[object] = []
+    dispatch = FakeTensorMode.dispatch
+
+    def noted(mode: FakeTensorMode, func: object, *more: Any) -> object:
+        left.append(func)
+        return dispatch(mode, func, *more)  # type: ignore[arg-type]  # an operator
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", noted)
+    assert found(FakeMode(), func) == expected
+    assert func not in left
+
+
+def test_what_is_not_all_fake_on_one_device_is_left_to_torch() -> None:
+    """Real integers, a scalar of another device, constants, a device that is asked for."""
+    mode = FakeMode(allow_non_fake_inputs=True)
+    real = torch.arange(4)
+    with mode:
+        there, here = torch.ones(4), torch.tensor(2)
+        for one in (torch.add(there, real), there + here, torch.cat([there, real])):
+            assert (type(one), one.device.type) == (FakeTensor, "cpu")
+        assert int(here + 1) == 3, "torch knows its value"
+        with pytest.raises(RuntimeError, match="size"):
+            there.view(3)
