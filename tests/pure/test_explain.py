@@ -703,7 +703,7 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
     )
     assert gpipe["param"] < alone["param"]
     assert one_f_one_b["activations"] < gpipe["activations"]
-    assert gpipe["activations"] > 1.5 * one_f_one_b["activations"]
+    assert gpipe["activations"] > 1.3 * one_f_one_b["activations"]
     assert alone["activations"] < gpipe["activations"] < 4 * alone["activations"]
     cut = ["--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.linear: column_gathered}"]
     halves = as_json(capsys, *arguments, *cut)

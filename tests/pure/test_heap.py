@@ -142,3 +142,49 @@ def test_small_blocks_that_a_launched_rank_frees_are_free() -> None:
     by_default, launched = kept
     assert by_default >= NUM_BLOCKS * BLOCK_BYTES
     assert launched < BLOCK_BYTES
+
+
+SETTLED = """
+import ctypes
+from shardwise.system.heap import heap_to_keep_small, keeps_freed_blocks
+
+kept = keeps_freed_blocks()
+heap_to_keep_small()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+
+def mapped():
+    "Those of 4 MiB that come from the system, of two that are allocated one after the other."
+    from shardwise.system.heap import _Mallinfo
+
+    libc.mallinfo2.restype = _Mallinfo
+    found = 0
+    for _ in range(2):
+        before = libc.mallinfo2().hblks
+        block = libc.malloc(4 << 20)
+        found += libc.mallinfo2().hblks - before
+        libc.free(block)
+    return found
+
+
+print(kept, keeps_freed_blocks(), mapped())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc's malloc")
+def test_a_budget_has_blocks_returned_whoever_started_the_rank() -> None:
+    """By default the second block comes from the heap, to which the threshold for the first has risen."""
+    theirs = {name: value for name, value in os.environ.items() if name not in MALLOC_SETTINGS}
+
+    def told(settings: dict[str, str]) -> list[str]:
+        command = [sys.executable, "-c", SETTLED]
+        environ = theirs | settings
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        return done.stdout.split()
+
+    assert told({}) == ["True", "False", "2"]
+    assert told(MALLOC_SETTINGS) == ["False", "False", "2"]
+    chosen = told({"MALLOC_MMAP_THRESHOLD_": str(16 << 20)})
+    assert chosen == ["False", "False", "0"], "what a user has set is kept"

@@ -17,3 +17,10 @@ def test_a_report_of_memory_prints_as_a_table() -> None:
         "working                512 B     500 B          512 B",
         "in all               7.5 KiB   7.5 KiB        3.0 MiB",
     ]
+
+
+def test_a_report_says_where_malloc_keeps_more_than_is_promised() -> None:
+    kinds = {"param": 1, "grad": 2, "optim": 3, "working": 4}
+    told = str(MemoryReport(kinds, kinds, kinds, keeps_freed_blocks=True)).splitlines()[-1]
+    assert "the process holds more than a plan foresees: start ranks with `shardwise launch`" in told
+    assert "malloc" not in str(MemoryReport(kinds, kinds, kinds))

@@ -29,6 +29,7 @@ from shardwise.program import (
     FactoredMatrix,
     FlatSpec,
     Footprint,
+    Held,
     Mark,
     Moment,
     Program,
@@ -501,10 +502,10 @@ NUMEL = 64 * 1024
 """Elements of each flat buffer below, on four ranks."""
 
 
-def wide_units(name: str, num: int = 3, mesh: Mesh | None = None) -> tuple[UnitSpec, ...]:
+def wide_units(name: str, num: int = 3, mesh: Mesh | None = None, **dtypes: Any) -> tuple[UnitSpec, ...]:
     return tuple(
         replace(unit, flats=tuple(replace(one, numel=NUMEL) for one in unit.flats))
-        for unit in units_of(name, mesh, num=num)
+        for unit in units_of(name, mesh, num=num, **dtypes)
     )
 
 
@@ -605,6 +606,36 @@ def test_activations_are_counted_at_the_moment_when_everything_is_most() -> None
     without = plan_step(units, trace).footprint(states_per_param=0)
     assert (without.activations, without.process, without.peak_at) == (None, 0, None)
     assert list(without.by_kind) == ["param", "grad", "optim", "working"]
+
+
+def test_gradients_that_stay_where_they_are_made_count_once_they_have_come() -> None:
+    """One unit of N elements on one rank, whose gradients come in two halves."""
+    alone = Mesh(("dp",), (1,))
+    [unit] = units = wide_units("ddp", num=1, mesh=alone, compute="fp32")
+    trace = straight_trace(units)
+    name, half, whole = unit.flats[0].name, NUMEL // 2 * 4, NUMEL * 4
+
+    def held(*beside: int, is_known: bool = True, num_micro_batches: int = 1) -> Footprint:
+        """With the most bytes beside gradients before the first, the second, and after both have come."""
+        awaited = [((name, numel),) for numel in (NUMEL, NUMEL // 2, 0)]
+        peaks = tuple(map(Held, beside, awaited)) if is_known else ()
+        marks = {moment: Mark(moment, 0, 0) for moment in (*trace, END_OF_BACKWARD)}
+        before, after = (Moment(edge, "backward", unit.name) for edge in ("before", "after"))
+        marks[before] = Mark(before, 0, beside[0], awaited=awaited[0] if is_known else ())
+        marks[after] = Mark(after, max(beside), 0, peaks=peaks)
+        found = plan_step(units, trace).footprint(
+            activations=Activations(tuple(marks.values())), states_per_param=0, num_micro_batches=num_micro_batches
+        )
+        return replace(found, param=0, optim=0)
+
+    most = 10 * NUMEL
+    assert held(most, 5 * NUMEL, 0).total == most
+    assert held(most, 9 * NUMEL, 0).total == 9 * NUMEL + half
+    assert held(most, 9 * NUMEL, 8 * NUMEL).total == 8 * NUMEL + whole
+    assert (held(most, 9 * NUMEL, 0).activations, held(most, 9 * NUMEL, 0).grad) == (9 * NUMEL, half)
+    assert held(most, 9 * NUMEL, 0, is_known=False).total == most + whole
+    second = held(most, 9 * NUMEL, 0, num_micro_batches=2)
+    assert second.total == most + whole, "they are added to those of the first, which are there"
 
 
 def test_what_freed_activations_leave_in_the_heap_is_promised() -> None:

@@ -309,5 +309,6 @@ def test_refusals() -> None:
     assert "search.wires is 'int9'" in refused({"preset": "auto", "search": {"wires": ["int9"]}}, batch)
     said = refused({"preset": "auto", "budget": {"device": "1MiB"}}, batch)
     assert said.startswith("No plan fits on 2 ranks. The smallest is ")
-    assert "too much" in said
+    assert "too much (32.0 MiB are taken beside tensors, by libraries and buffers of matrix products)" in said
     assert "What would do: devices of " in said
+    assert "smaller model" not in said, "there is no room for any"

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from allocations import profiled_peak
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from twins import adamw, batches, engine_step
+from twins import adamw, batches, engine_step, peak_of_third_step, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import choose_units, make_units, tables_for, torch_dtype, unit_specs
 from shardwise.plan import load_plan
 from shardwise.plan.placement import mesh_for, table_for
-from shardwise.program import Activations
+from shardwise.program import Activations, Footprint
 from shardwise.runtime.rehearsal import rehearse
 from shardwise.runtime.rehearsal.grouped import (
     CONVOLUTION_BYTES,
@@ -350,6 +350,40 @@ def test_moments_come_in_the_order_in_which_they_come_in_training(kind: type[Tra
 
     trace = [str(moment) for moment in rehearsed(model, batch).trace]
     assert run_ranks(2, rank) == [trace, trace]
+
+
+class Wide(nn.Module):
+    """Two blocks that each hold about as much for their backward as their gradients take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "ab"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    """Others make copies in the update, which no promise has."""
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+@pytest.mark.parametrize(("rows", "least"), [(32, 0.9), (64, 0.97), (256, 0.97)])
+def test_gradients_that_stay_are_promised_as_they_come(rows: int, least: float) -> None:
+    """On one rank, as in a pipeline: from the start of a block's backward on all of its gradients were counted."""
+    batch = torch.randn(rows, 64)
+
+    def work(engine: sw.Engine) -> tuple[Footprint, int]:
+        def step() -> None:
+            engine.backward(engine(batch))
+            engine.step()
+
+        return engine.rehearse(batch), peak_of_third_step(engine, step)
+
+    plan = {"preset": "ddp", "units": ["blocks.*"]}
+    [(promised, made)] = work_on_ranks(1, work, plan, Wide, fused)
+    held = promised.total - promised.process - promised.param - promised.optim
+    assert least * held <= made <= held
 
 
 def test_what_a_module_keeps_is_not_replaced() -> None:

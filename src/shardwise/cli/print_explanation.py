@@ -36,7 +36,7 @@ MEANINGS = {
     "optim": "optimizer states and master weights",
     "working": "gathered units and messages, at the peak",
     "activations": "batch, activations and their gradients",
-    "process": "memory outside tensors, estimated",
+    "process": "memory outside tensors, estimated for ranks of `shardwise launch`",
 }
 ON_HOST = {
     "param": MEANINGS["param"],

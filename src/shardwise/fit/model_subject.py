@@ -32,7 +32,7 @@ from shardwise.parallel.pipeline import StageLayout, stage_layout
 from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import mesh_for
-from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Moment, Update
+from shardwise.program import END_OF_BACKWARD, Awaited, Footprint, Held, Mark, Moment, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.program.schedule import SCHEDULES, Op, schedule_of, schedule_of_calls
 from shardwise.runtime.activations import treatments_for
@@ -436,6 +436,7 @@ class ModelSubject:
             parts=time.breakdown,
             mfu=time.timeline.mfu,
             is_exact=is_exact,
+            process_bytes=max(one.activations.beside_tensors_bytes for one in counted),
         )
 
     def _footprints(self, plan: Plan, programs: Sequence[RankProgram], counted: Sequence[Counted]) -> list[Footprint]:
@@ -698,6 +699,7 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
                 _at(a.peak_bytes, b.peak_bytes, share),
                 _at(a.live_bytes, b.live_bytes, share),
                 _at(a.heap_bytes, b.heap_bytes, share),
+                *_peaks_at(a, b, share),
             )
             for a, b in zip(marks, others, strict=True)
         ),
@@ -715,6 +717,14 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
 
 def _at(few: float, more: float, share: float) -> int:
     return max(0, round(few + (more - few) * share))
+
+
+def _peaks_at(few: Mark, more: Mark, share: float) -> tuple[tuple[Held, ...], Awaited]:
+    """None where other peaks count with other rows: then all gradients are counted from the start."""
+    if few.awaited != more.awaited or [one.awaited for one in few.peaks] != [one.awaited for one in more.peaks]:
+        return (), ()
+    pairs = zip(few.peaks, more.peaks, strict=True)
+    return tuple(Held(_at(a.num_bytes, b.num_bytes, share), a.awaited) for a, b in pairs), few.awaited
 
 
 def _operation(few: Operation, more: Operation, share: float, known: dict[tuple[int, int], Operation]) -> Operation:
@@ -812,7 +822,8 @@ def _marks_of_stage(marks: Sequence[Mark], stage_of: Sequence[int], stage: int, 
             now = heap_now = 0
         if mark.moment.unit in names:
             peak = max(0, mark.peak_bytes - below) if at == stage else now
-            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=heap_now))
+            peaks = mark.peaks_with(-below) if at == stage else ()
+            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=heap_now, peaks=peaks))
     return found
 
 

@@ -81,7 +81,8 @@ class Limits:
 @dataclass(frozen=True)
 class Evaluated:
     """What a candidate takes, on the fullest of its ranks; `host_bytes` of a node. `parts` are seconds of a step by
-    what they go into, and add up to `seconds`. Without `is_exact` they were derived from similar candidates."""
+    what they go into, and add up to `seconds`. Without `is_exact` they were derived from similar candidates.
+    `process_bytes` of a device are there whatever the plan."""
 
     seconds: float
     device_bytes: int
@@ -90,6 +91,7 @@ class Evaluated:
     parts: Mapping[str, float] = field(default_factory=dict)
     mfu: float = 0.0
     is_exact: bool = True
+    process_bytes: int = 0
 
     def over(self, limits: Limits) -> tuple[int, int]:
         """How many bytes too much, on a device and on a host; 0 or less if it fits."""
@@ -626,6 +628,9 @@ class _Search:
         text = f"No plan fits on {world_size} ranks. The smallest is {least.candidate}: it takes "
         text += f"{format_bytes(least.found.device_bytes)} of a device"
         text += f", {format_bytes(device)} too much" if device > 0 else ""
+        if self._leaves_no_room(least):
+            beside = format_bytes(least.found.process_bytes)
+            text += f" ({beside} are taken beside tensors, by libraries and buffers of matrix products)"
         if least.found.host_bytes:
             text += f", and {format_bytes(least.found.host_bytes)} of a host"
             text += f", {format_bytes(host)} too much" if host > 0 else ""
@@ -688,7 +693,12 @@ class _Search:
             there = self._smallest(self._bounded(self._on(self.world_size, space)), most=6)
             if there is not None and there.found.fits(self.limits):
                 yield f"the host's memory ({there.candidate})"
-        yield "smaller micro-batches, or a smaller model"
+        if not self._leaves_no_room(least):
+            yield "smaller micro-batches, or a smaller model"
+
+    def _leaves_no_room(self, least: Ranked) -> bool:
+        """Whether no model of any size fits a device."""
+        return least.found.process_bytes > self.limits.device_bytes
 
 
 @dataclass

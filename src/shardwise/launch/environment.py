@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.system.heap import HEAP_BLOCK_BYTES, KEPT_END_BYTES
 from shardwise.system.job_token import VARIABLE as TOKEN
 from shardwise.system.machine import num_cores
 
@@ -25,8 +26,8 @@ from shardwise.system.machine import num_cores
 # 108,000. So the heap keeps its end, as it mostly did anyway (see [Note: the heap does not shrink] in
 # `system/heap.py`): 63,000. docs/planner-accuracy.md has memory and processor time of 30 plans.
 MALLOC_SETTINGS = {
-    "MALLOC_MMAP_THRESHOLD_": "1000000",
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(HEAP_BLOCK_BYTES),
+    "MALLOC_TRIM_THRESHOLD_": str(KEPT_END_BYTES),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
 }
 

@@ -31,6 +31,7 @@ from typing import Protocol
 import torch
 
 from shardwise.system.even_parts import round_up
+from shardwise.system.heap import kept_block_bytes
 
 Tensor = torch.Tensor
 
@@ -135,8 +136,6 @@ class _System:
         self._file = os.memfd_create("shardwise-nan")
         with open(self._file, "wb", closefd=False) as file:
             file.write(b"\xff" * _PIECE_BYTES)
-        threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
-        self._keep_below = int(threshold) if threshold.isdecimal() else 32 << 20  # glibc, too, ignores others
         self._kept: dict[int, list[int]] = defaultdict(list)
         """Addresses of kept memory, by its number of bytes."""
         self._kept_bytes = self._staying_bytes = 0
@@ -150,8 +149,9 @@ class _System:
 
     def may_keep(self, num_bytes: int) -> bool:
         """Whether a small range may keep its memory for good: the total is limited to what malloc would keep."""
+        keep_below = kept_block_bytes()
         with self._lock:
-            stays = num_bytes <= _SMALL_BYTES and self._staying_bytes + num_bytes <= self._keep_below
+            stays = num_bytes <= _SMALL_BYTES and self._staying_bytes + num_bytes <= keep_below
             self._staying_bytes += num_bytes if stays else 0
         return stays
 
@@ -174,8 +174,9 @@ class _System:
 
     def free_at(self, address: int, num_bytes: int) -> None:
         """Map NaN there again; keep the previous memory if there is little of it."""
+        keep_below = kept_block_bytes()
         with self._lock:
-            keeps = num_bytes < self._keep_below and self._kept_bytes + num_bytes <= 2 * self._keep_below
+            keeps = num_bytes < keep_below and self._kept_bytes + num_bytes <= 2 * keep_below
             self._kept_bytes += num_bytes if keeps else 0
         if keeps:  # keep the addresses reserved meanwhile: another thread may be mapping memory
             moved = self._mremap(address, num_bytes, num_bytes, _MAY_MOVE | _DONT_UNMAP, None)

@@ -13,7 +13,7 @@ from shardwise.program.action import (
     UnitMoments,
     actions_of,
 )
-from shardwise.program.activations import Activations, Mark
+from shardwise.program.activations import Activations, Awaited, Held, Mark
 from shardwise.program.build import (
     backward_makes,
     build_pass,
@@ -80,12 +80,14 @@ __all__ = [
     "SMALL_NUMEL",
     "Action",
     "Activations",
+    "Awaited",
     "Block",
     "Buffer",
     "Factored",
     "FactoredMatrix",
     "FlatSpec",
     "Footprint",
+    "Held",
     "Mark",
     "Matrix",
     "MatrixExchange",

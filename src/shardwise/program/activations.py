@@ -7,16 +7,39 @@ from dataclasses import dataclass
 from shardwise.program.action import END_OF_BACKWARD, Moment
 from shardwise.program.spec import Trace
 
+Awaited = tuple[tuple[str, int], ...]
+"""Flat buffers whose gradients stay where they are made, each with the number of elements whose gradient has not come
+yet in a backward that has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The most live bytes beside gradients that have come, while `awaited` had not."""
+
+    num_bytes: int
+    awaited: Awaited
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A moment, the peak of live bytes since the previous moment, and the bytes live at it; `heap_bytes` of the latter
-    lie in the heap of the process."""
+    lie in the heap of the process.
+
+    `peaks` are those since the previous moment while gradients came one after another, and `awaited` those that have
+    not come at the moment: see [Note: gradients come one by one] in `walk.py`. Both are empty where gradients do not
+    stay where they are made, or it is not known when they come.
+    """
 
     moment: Moment
     peak_bytes: int
     live_bytes: int
     heap_bytes: int = 0
+    peaks: tuple[Held, ...] = ()
+    awaited: Awaited = ()
+
+    def peaks_with(self, num_bytes: int) -> tuple[Held, ...]:
+        """`peaks` with so many bytes more."""
+        return tuple(Held(max(0, one.num_bytes + num_bytes), one.awaited) for one in self.peaks)
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,11 @@ class Activations:
     """The most of `host_bytes` that lies there."""
     code_bytes: int = 0
     """Pages of libraries that computing reads for the first time, of which the ranks of a host have one copy."""
+
+    @property
+    def beside_tensors_bytes(self) -> int:
+        """What a process takes when it begins to compute, whatever the plan."""
+        return self.process_bytes + self.code_bytes
 
     @property
     def trace(self) -> Trace:

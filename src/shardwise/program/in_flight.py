@@ -73,7 +73,9 @@ def over_schedule(
         for mark in _marks_of(op, stages[op.stage], halved, min(own, stages[op.stage].aside)):
             edge, phase, unit = mark.moment.edge, mark.moment.phase, mark.moment.unit
             moment = Moment(edge, phase, unit, op.micro_batch)  # `replace` takes several times as long
-            marks.append(Mark(moment, mark.peak_bytes + beside, mark.live_bytes + beside, mark.heap_bytes + heap))
+            peaks = mark.peaks_with(beside) if mark.peaks else ()
+            held = mark.peak_bytes + beside, mark.live_bytes + beside, mark.heap_bytes + heap
+            marks.append(Mark(moment, *held, peaks, mark.awaited))
         if op.kind in "FI":
             found = stages[op.stage]
             alive[op.stage, op.micro_batch] = found.held if op.kind == "F" else min(own, found.aside)

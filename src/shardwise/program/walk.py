@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardwise.errors import ProgramError
 from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes, Tier
 from shardwise.program.action import AFTER_STEP, Action, Block, Moment
-from shardwise.program.activations import Mark
-from shardwise.program.build import backward_makes, fills_grad
+from shardwise.program.activations import Awaited, Mark
+from shardwise.program.build import backward_makes, fills_grad, stay_as_made
 from shardwise.program.effects import Buffer, Effect, adds_in_place
 from shardwise.program.low_rank import FACTORING, Factored
 from shardwise.program.matrix_exchange import at, matrix_exchanges
@@ -29,6 +29,12 @@ class Content:
     tier: Tier = "device"
 
 
+# [Note: gradients come one by one]
+# A backward is counted with all gradients of its unit from its start. Where they stay in the tensors that autograd has
+# made ([Note: gradients that stay] in `memory/fresh.py`), it holds of them what has come, and by then the unit's
+# activations have mostly gone: a pipeline of three wide blocks, kept, was promised 324 MiB and held 293, of which a
+# block's gradients are 27. So a rehearsal says what was held between one gradient and the next. Gradients that are
+# copied into one memory count as a whole: its pages may be there from the unit before.
 _AT_REST: tuple[Buffer, ...] = ("param", "master")
 _SENT: tuple[str, ...] = ("fresh", "sum")
 _WAITING: tuple[str, ...] = ("grad", "due")
@@ -67,6 +73,9 @@ class Walk:
         self._kept_bytes, self._heap_bytes = kept_bytes, heap_bytes
         self._gap = 0
         """Bytes of the heap that are unused."""
+        self._coming: set[str] = set()
+        """The flat buffers whose first gradients come one by one."""
+        self._awaited: Awaited = ()
         self._num_live = self._num_sent = self._num_waiting = 0
         """Live bytes, and how many of them are gradients being sent, or waiting."""
         self.peak = 0
@@ -82,7 +91,13 @@ class Walk:
         moment = self._moment = block.moment
         if mark is not None:
             self._gap = 0  # how much of the heap is used at that peak is not known
-            self._update_peak(mark.peak_bytes)
+            if not self._coming or not mark.peaks:
+                self._awaited = ()
+                self._update_peak(mark.peak_bytes)
+            for one in mark.peaks if self._coming else ():
+                self._awaited = one.awaited
+                self._update_peak(one.num_bytes)
+            self._awaited = mark.awaited
             self._activations = mark.live_bytes
             self._gap = max(0, self._heap_bytes - mark.heap_bytes)
         for action in block.actions:
@@ -91,6 +106,8 @@ class Walk:
         if moment.edge == "before" and moment.unit and moment.leaves_gradients:
             for flat in self._by_unit[moment.unit]:
                 self._leave_gradients(flat)
+        elif moment.unit and moment.leaves_gradients:
+            self._coming.difference_update(flat.name for flat in self._by_unit[moment.unit])
         if moment == AFTER_STEP:
             for name, buffer in list(self._live):
                 if buffer in (*_SENT, *_WAITING):
@@ -104,6 +121,8 @@ class Walk:
             dtype = flat.fresh.dtype if left == "fresh" else flat.table.grad.dtype
             num_bytes = flat.numel * WIDTH[dtype]
             is_kept = fills_grad(flat) and self._takes_kept(flat, num_bytes, dtype)
+            if stay_as_made(flat) and not is_kept:
+                self._coming.add(flat.name)
             self._hold(flat.name, left, Content(num_bytes, dtype, is_kept))
 
     def _act(self, flat: FlatSpec, action: Action) -> None:
@@ -258,8 +277,14 @@ class Walk:
 
     def _update_peak(self, activations: int) -> None:
         """Update the peak with what is live now and `activations` bytes."""
-        held = self._num_live + max(0, self._kept_bytes - self._num_sent) + activations
+        awaited = self._awaited_bytes() if self._coming and self._awaited else 0
+        held = self._num_live - awaited + max(0, self._kept_bytes - self._num_sent) + activations
         self.peak_with_gaps = max(self.peak_with_gaps, held + self._gap)
         if held > self.peak:
             self.peak, self.peak_activations, self.peak_at = held, activations, self._moment
-            self.peak_grad = self._num_waiting
+            self.peak_grad = self._num_waiting - awaited
+
+    def _awaited_bytes(self) -> int:
+        """Of the gradients that count as live, those that have not come."""
+        coming = [(self._flats[name], numel) for name, numel in self._awaited if name in self._coming]
+        return sum(numel * WIDTH[flat.table.grad.dtype] for flat, numel in coming)

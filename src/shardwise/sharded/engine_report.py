@@ -15,11 +15,18 @@ from shardwise.program import Activations, Footprint, UnitSpec, plan_step, strai
 from shardwise.program.schedule import picture, timed
 from shardwise.runtime.activations import SAVED, STAGING, Treatments
 from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.system.heap import keeps_freed_blocks
 from shardwise.system.telemetry import write_trace
 from shardwise.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import Loss
+
+
+KEEPS_FREED_BLOCKS = (
+    "malloc keeps blocks of up to 32 MiB that are freed, so the process holds more than a plan foresees: start ranks "
+    "with `shardwise launch`, or set its variables (docs/launching.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,9 @@ class MemoryReport:
     """How often free pages of the heap were returned to the system, on a CPU ([Note: free heap is returned] in
     `system/heap.py`), and how many bytes in all."""
     heap_returned_bytes: int = 0
+    keeps_freed_blocks: bool = False
+    """Whether malloc keeps large blocks that are freed, which no promise has room for: ranks that something else than
+    `shardwise launch` started, on a CPU ([Note: ranks of other launchers] in `system/heap.py`)."""
 
     @property
     def promised_total(self) -> int:
@@ -65,7 +75,7 @@ class MemoryReport:
         return sum(self.replicated.values())
 
     def __str__(self) -> str:
-        """A table with a line for each kind, and one for the total."""
+        """A table with a line for each kind, and one for the total; and what a promise does not hold for."""
         columns = (self.promised, self.measured, self.replicated)
         totals = (self.promised_total, self.measured_total, self.replicated_total)
         rows = [
@@ -80,10 +90,11 @@ class MemoryReport:
             *_line(f"free heap, returned {self.heap_returns} times", self.heap_returned_bytes),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
+        lines = [
             f"{name:{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
             for name, *cells in rows
-        )
+        ]
+        return "\n".join([*lines, KEEPS_FREED_BLOCKS] if self.keeps_freed_blocks else lines)
 
 
 def _line(name: str, num_bytes: int) -> list[tuple[str, str, str, str]]:
@@ -126,7 +137,13 @@ def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
     if treatments.have("disk"):
         on_host[STAGING] = meter.on("host").peak[STAGING]
         on_disk[SAVED] = meter.on("disk").peak[SAVED]
-    report = replace(report, measured=_measured(sharded), measured_on_host=on_host, measured_on_disk=on_disk)
+    report = replace(
+        report,
+        measured=_measured(sharded),
+        measured_on_host=on_host,
+        measured_on_disk=on_disk,
+        keeps_freed_blocks=sharded.parts.sharding.device.type == "cpu" and keeps_freed_blocks(),
+    )
     heap = sharded.parts.runner.heap
     return (
         report

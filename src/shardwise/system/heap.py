@@ -17,6 +17,12 @@ take 1.00 and 0.97. It is called where it is worth most, at the end of a forward
 more than `LEAST_BYTES` are free. (Also at the end of a backward, beyond what the next forward takes: twice as many
 bytes returned, and the peak no lower.) How many are resident, the kernel is asked (`mincore`, 0.05 ms for a heap of 90
 MiB), and only if glibc counts so many free bytes (0.01 ms). docs/planner-accuracy.md has what came of it.
+
+[Note: ranks of other launchers] The launcher's settings of malloc are read when a process starts. Under `torchrun` or
+`python script.py` glibc has its defaults: it keeps freed blocks of up to 32 MiB, and so do we
+(`memory/releasable.py`). A rank of two stages that held 230 MiB under our launcher held 272 there, and 241 with the
+thresholds set by `mallopt` (for the caches of threads there is no such call). A step takes up to a tenth more time with
+them where pages are dear (docs/launching.md), so that, too, is done where a budget says that memory is short.
 """
 
 from __future__ import annotations
@@ -24,11 +30,19 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
+from functools import cache
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Protocol
 
 HEAP_BLOCK_BYTES = 1_000_000
+MOST_KEPT_BYTES = 32 << 20
+"""The size up to which glibc raises its threshold by itself, as blocks are freed."""
+KEPT_END_BYTES = 2**30
+"""Of the end of the heap, free bytes that stay with the process."""
+M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # malloc.h
+CHOSEN_BY = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 LEAST_BYTES = 4 << 20
 """Of free pages, up to which nothing is returned."""
 MAPS = Path("/proc/self/maps")
@@ -76,9 +90,39 @@ class FreeHeap:
 
 
 def heap_to_keep_small() -> FreeHeap | None:
-    """That of this process; `None` where nothing can be returned."""
-    heap = Glibc.found()
-    return None if heap is None else FreeHeap(heap)
+    """That of this process; `None` where nothing can be returned. Sets glibc's thresholds as the launcher does, if
+    nobody has chosen any: see [Note: ranks of other launchers]."""
+    heap = _of_this_process()
+    if heap is None:
+        return None
+    if has_defaults(os.environ):
+        heap.settle()
+    return FreeHeap(heap)
+
+
+def has_defaults(environ: Mapping[str, str]) -> bool:
+    """Whether a process with this environment has glibc's own settings of malloc."""
+    return not any(environ.get(name) for name in CHOSEN_BY)
+
+
+def kept_block_bytes() -> int:
+    """The size from which on malloc returns a block that is freed to the system. What freed blocks we keep ourselves
+    follows it."""
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    if threshold.isdecimal():  # glibc, too, ignores others
+        return int(threshold)
+    heap = _of_this_process()
+    return HEAP_BLOCK_BYTES if heap is not None and heap.is_settled else MOST_KEPT_BYTES
+
+
+def keeps_freed_blocks() -> bool:
+    """Whether malloc keeps blocks of any size below `MOST_KEPT_BYTES` once they are freed."""
+    return _of_this_process() is not None and kept_block_bytes() >= MOST_KEPT_BYTES
+
+
+@cache
+def _of_this_process() -> Glibc | None:
+    return Glibc.found()
 
 
 class Glibc:
@@ -91,13 +135,14 @@ class Glibc:
     def __init__(self) -> None:
         """Raises `AttributeError` or `OSError` where this is not Linux with glibc 2.33 or newer."""
         libc = ctypes.CDLL(None)
-        self._mallinfo, self._trim = libc.mallinfo2, libc.malloc_trim
+        self._mallinfo, self._trim, self._mallopt = libc.mallinfo2, libc.malloc_trim, libc.mallopt
         self._mincore, self._sbrk = libc.mincore, libc.sbrk
         self._mallinfo.restype = _Mallinfo
         self._trim.argtypes = [ctypes.c_size_t]
         self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
         self._sbrk.argtypes, self._sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
         self._start = _start_of_heap()
+        self.is_settled = False
 
     @classmethod
     def found(cls) -> Glibc | None:
@@ -122,6 +167,12 @@ class Glibc:
 
     def trim(self) -> None:
         self._trim(0)
+
+    def settle(self) -> None:
+        """Set the launcher's thresholds, for blocks that are allocated or freed from here on, by all threads."""
+        self.is_settled = True
+        for setting, value in ((M_MMAP_THRESHOLD, HEAP_BLOCK_BYTES), (M_TRIM_THRESHOLD, KEPT_END_BYTES), (M_MXFAST, 0)):
+            self._mallopt(setting, value)
 
 
 class _Mallinfo(ctypes.Structure):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -22,7 +23,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import FullState, Unit, torch_dtype
 from shardwise.optim.precision import cast_floating
 from shardwise.plan.placement import WIDTH, Dtype
-from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
+from shardwise.program import END_OF_BACKWARD, Activations, Held, Mark, Moment, stay_as_made
 from shardwise.runtime.activations import (
     Offloading,
     RehearsedDiskStore,
@@ -39,7 +40,7 @@ from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.kernel_memory import OfAccelerators
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.refusal import refusal
-from shardwise.runtime.rehearsal.twin import Twin, TwinFlat
+from shardwise.runtime.rehearsal.twin import Twin, TwinFlat, TwinGradients
 from shardwise.runtime.split_backward import Halves
 from shardwise.system.telemetry import Ledger
 from shardwise.system.torch_private import tree_leaves, tree_map_only
@@ -371,11 +372,24 @@ class _Stage:
         self._callers: Callers | None = None
         self._depth = 0
         """Calls of the model that have begun: a forward may call the model itself."""
+        self._peaks: list[Held] = []
+        self._awaited: dict[str, int] = {}
+        """See [Note: gradients come one by one] in `program/walk.py`."""
+        self._staying = {
+            unit.name: [flat for flat in unit.flats if flat.spec.trainable and stay_as_made(flat.spec)]
+            for unit in (twin.units if on_cpu else ())
+        }
+        for flats in self._staying.values():
+            for flat in flats:
+                assert isinstance(flat.grads, TwinGradients)
+                flat.grads.first_comes = partial(_Stage._comes, weakref.proxy(self), flat.spec.name)
 
     def perform(self, work: Work, batch: tuple[Any, Any], compute: Dtype) -> None:
         """Run one pass, which sets `marks`, and `is_wiser` if another pass will discover more."""
         self.marks, self.is_wiser, self._depth = [], False, 0
         self._open.clear()
+        self._awaited.clear()
+        self._peaks.clear()
         self._reached.clear()
         watching = nullcontext() if self._watch is None else self._watch.during(self._resting)
         with LivingBytes(self._resting, on_cpu=self._on_cpu) as self._living, watching:
@@ -416,13 +430,32 @@ class _Stage:
     def before_backward(self, unit: Unit) -> None:
         if unit.name not in self._open:
             self._open.add(unit.name)
-            self._mark(Moment("before", "backward", unit.name))
+            coming = self._staying.get(unit.name, ())
+            self._mark(
+                Moment("before", "backward", unit.name),
+                {flat.spec.name: sum(slot.span.numel for slot in flat.slots) for flat in coming},
+            )
 
     def after_backward(self, unit: Unit) -> None:
         self._open.discard(unit.name)
         for flat in unit.flats:
             flat.grads.drop()
         self._mark(Moment("after", "backward", unit.name))
+        for flat in unit.flats:
+            self._awaited.pop(flat.spec.name, None)
+
+    def _comes(self, name: str, grad: torch.Tensor) -> None:
+        """The first gradient of a parameter of the flat buffer `name`, which stays where it was made."""
+        if name in self._awaited:
+            self._note_peak(self._living.hand_over(grad))
+            self._awaited[name] -= grad.numel()
+
+    def _note_peak(self, num_bytes: int) -> None:
+        """That while the gradients that are awaited now were. What came earlier and held less never counts."""
+        held = Held(num_bytes, tuple(self._awaited.items()))
+        while self._peaks and self._peaks[-1].num_bytes <= held.num_bytes:
+            self._peaks.pop()
+        self._peaks.append(held)
 
     def await_graph(self, unit: Unit) -> None:
         """Nothing to do: a rehearsal builds no graph in its backward."""
@@ -438,9 +471,15 @@ class _Stage:
                 self.after_backward(unit)
         self._mark(END_OF_BACKWARD)
 
-    def _mark(self, moment: Moment) -> None:
-        living = self._living
-        self.marks.append(Mark(moment, living.take_peak(), living.live_bytes, living.heap_bytes))
+    def _mark(self, moment: Moment, opened: Mapping[str, int] | None = None) -> None:
+        """`opened`: the flat buffers whose gradients are awaited from here on, and how many elements."""
+        living, were_awaited = self._living, bool(self._awaited)
+        self._note_peak(living.take_kept_peak())
+        peaks = tuple(self._peaks) if were_awaited else ()
+        self._peaks.clear()
+        self._awaited.update(opened or {})
+        held = living.take_peak(), living.live_bytes, living.heap_bytes
+        self.marks.append(Mark(moment, *held, peaks, tuple(self._awaited.items())))
         self.peak_heap_bytes = living.peak_heap_bytes
         if self._watch is not None:
             self._watch.note_moment(moment)

@@ -29,7 +29,12 @@ from shardwise.system.telemetry import ByteMeter, Ledger
 class TwinGradients(FlatGradients):
     """Records that gradients arrived, without storing them."""
 
-    def arrive(self, index: int, grad: torch.Tensor, is_last: bool = True) -> bool:  # noqa: ARG002  # not stored
+    first_comes: Callable[[torch.Tensor], None] | None = None
+    """Told of each parameter's first gradient in a backward."""
+
+    def arrive(self, index: int, grad: torch.Tensor, is_last: bool = True) -> bool:
+        if self.first_comes is not None and not self.touched_here[index]:
+            self.first_comes(grad)
         self.touched_here[index] = True
         if is_last and not self._has_come[index]:
             self._has_come[index] = True
