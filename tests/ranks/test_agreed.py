@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm.agreed import Failure, agreed
 from shardwise.errors import CheckpointError, ConfigError, ModelError
+from shardwise.integrations.checkpoint_folders import staged
+from shardwise.integrations.lightning_parts.checkpoints import META, written
 from shardwise.testing import run_ranks
 
 
@@ -50,3 +55,31 @@ def test_what_fails_on_one_rank_fails_on_all_as_what_the_first_has_met(
     causes = run_ranks(3, rank)
     assert causes[:2] == [None, error]
     assert isinstance(causes[2], KeyError)
+
+
+@pytest.mark.parametrize("writer", ["staged", "written"])
+def test_a_folder_of_another_library_that_rank_0_cannot_write_fails_on_all(writer: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / META).mkdir(parents=True)  # where a file is to be
+
+    def write(world: sw.World, folder: Path) -> None:
+        if writer == "written":
+            with written(folder, world, {}):
+                return
+        with staged(folder, sw.shard(nn.Linear(2, 2), "ddp", world=world)) as draft:
+            if world.rank == 0:
+                draft.mkdir()
+                (draft / META).write_text("new")
+
+    def rank(world: sw.World) -> list[str]:
+        said = []
+        for folder in (tmp_path / "file" / "in a file", tmp_path / "full"):
+            with pytest.raises(CheckpointError) as raised:
+                write(world, folder)
+            said.append(str(raised.value))
+        return said
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert "in a file" in first[0]
+    assert META in first[1]

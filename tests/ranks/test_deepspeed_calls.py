@@ -161,6 +161,29 @@ def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
     assert float(saved["blocks.0.up.weight"][0, 0]) == 3.0
 
 
+def test_what_fails_while_rank_0_writes_fails_on_all(tmp_path: Path) -> None:
+    tokens = batches(1)[0]
+    models = [Transformer() for _ in range(RANKS)]
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "saved" / "latest").mkdir(parents=True)
+
+    def rank_of(world: sw.World) -> list[str]:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=CONFIG, world=world)
+        said = []
+        for save in (engine.save_16bit_model, engine.save_checkpoint):
+            with pytest.raises(CheckpointError) as raised:
+                save(tmp_path / ("saved" if save == engine.save_checkpoint else "taken"))
+            said.append(str(raised.value))
+            engine.backward(loss_of(engine, tokens[0, world.rank]))  # none waits for another
+        engine.destroy()
+        return said
+
+    first, second = run_ranks(RANKS, rank_of)
+    assert first == second
+    assert first[0].startswith("FileExistsError: ")
+    assert "latest" in first[1]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_backwards_of_other_kinds(stage: int) -> None:
     """A graph that is retained for a second backward, and a loss that is not divided by the number of micro-batches."""

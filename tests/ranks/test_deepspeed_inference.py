@@ -131,7 +131,7 @@ def test_precisions(dtype: str, bits: int) -> None:
 
 
 @sampled
-@pytest.mark.parametrize("form", ["json", "dict", "folder", "base_dir"])
+@pytest.mark.parametrize("form", ["json", "dict", "list", "folder", "base_dir"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_model_without_values_is_filled_from_files(form: str, tp: int, tmp_path: Path) -> None:
     """As DeepSpeed's example does for models that are too large for a host."""
@@ -147,6 +147,7 @@ def test_a_model_without_values_is_filled_from_files(form: str, tp: int, tmp_pat
     given: dict[str, Any] = {
         "json": {"checkpoint": str(tmp_path / "checkpoints.json"), "base_dir": str(tmp_path)},
         "dict": {"checkpoint": {**listed, "base_dir": str(tmp_path)}},
+        "list": {"checkpoint": files, "base_dir": str(tmp_path)},
         "folder": {"checkpoint": str(tmp_path / "whole")},
         "base_dir": {"ckpt_config": {"checkpoint_dir": "whole", "base_dir": str(tmp_path)}},
     }[form]
@@ -190,6 +191,10 @@ def test_arguments_may_be_in_a_file_and_under_older_names(tmp_path: Path) -> Non
         ({"checkpoint": {"type": "Megatron", "checkpoints": ["a"]}}, 'files of the type "Megatron"'),
         ({"checkpoint": {"type": "ds_model", "checkpoints": {"tp": []}}}, "for a fixed number of ranks"),
         ({"checkpoint": {"type": "ds_model", "checkpoints": "a"}}, "it must be a list of files"),
+        ({"checkpoint": [1]}, "it must be a list of files"),
+        ({"checkpoint": 5}, "checkpoint is 5; it must be a folder, a file, a list of files, or an object"),
+        ({"checkpoint": {"type": "ds_model", "checkpoints": ["a"], "base_dir": 5}}, "base_dir 5; it must be a folder"),
+        ({"checkpoint": "a", "base_dir": 5}, "base_dir is 5; it must be a folder"),
         ({"injection_policy": {"Block": ("out",)}}, "it must map classes of modules"),
     ],
 )

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import shardwise as sw
+from shardwise.comm.agreed import agreed
+from shardwise.errors import CheckpointError
 
 STATE_FOLDER = "shardwise"
 """The subfolder with parameters and optimizer states in our format."""
@@ -18,18 +20,20 @@ STATE_FOLDER = "shardwise"
 def staged(folder: Path, engine: sw.Engine) -> Iterator[Path]:
     """Give all ranks the same temporary folder to write into; at the end, rank 0 moves its files into `folder`.
 
-    Collective. Files of the same name are replaced, others are kept.
+    Collective: all raise `CheckpointError` if rank 0 cannot write. Files of the same name are replaced, others are
+    kept.
     """
-    created = ""
-    if engine.world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        created = tempfile.mkdtemp(prefix=".weights-", dir=folder)
-    draft = Path(engine.world.exchange(created.encode(), "folder")[0].decode())
+    with agreed(engine.world, "folder", CheckpointError) as told:
+        if engine.world.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            told.mine = tempfile.mkdtemp(prefix=".weights-", dir=folder)
+    draft = Path(told.by_rank[0])
     try:
         yield draft / "files"
-        if engine.world.rank == 0:
-            for file in sorted((draft / "files").iterdir()):
-                file.replace(folder / file.name)
+        with agreed(engine.world, "folder", CheckpointError):
+            if engine.world.rank == 0:
+                for file in sorted((draft / "files").iterdir()):
+                    file.replace(folder / file.name)
     finally:
         if engine.world.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.agreed import agreed
 from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
 from shardwise.fit.candidates import Candidate
 from shardwise.fit.equal_blocks import without_values
@@ -191,15 +192,9 @@ class Tuner:
         handle = model.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True)
 
     def _end(self, world: sw.World, batch: object) -> None:
-        said = ""
-        if world.rank == 0:
-            try:
+        with agreed(world, "autotuning", ConfigError, worded=lambda failure: f"autotuning: {failure.text}"):
+            if world.rank == 0:
                 self._write(tuned(self._twin, batch, self._config, world, self._name, self._auto))
-            except (ConfigError, ModelError, OSError) as error:  # OSError: the folders of results
-                said = str(error)
-        said = world.exchange(said.encode(), "autotuning")[0].decode()
-        if said:
-            raise ConfigError(f"autotuning: {said}")
         raise SystemExit(0)
 
     def _write(self, every: Sequence[Tried]) -> None:

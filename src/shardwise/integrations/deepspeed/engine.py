@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardwise import Engine, Plan
 from shardwise.checkpoint import formats
+from shardwise.comm.agreed import agreed
 from shardwise.errors import CheckpointError, ConfigError, StateError, engines_are_made_by
 from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.integrations.deepspeed.enums import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -536,9 +537,9 @@ class DeepSpeedEngine(nn.Module):
         # Between micro-batches, too: what has come of this step's gradients stays here, and is not in the checkpoint.
         client = {"client_state": dict(client_state or {})}
         self.shardwise.save(folder / name, self.global_steps, client, without_gradients=True)
-        if save_latest and self.global_rank == 0:
-            write_latest(folder, name)
-        self.shardwise.world.any_rank(False)  # no rank reads `latest` before it is written
+        with agreed(self.shardwise.world, "latest", CheckpointError):  # no rank reads it before it is written
+            if save_latest and self.global_rank == 0:
+                write_latest(folder, name)
         return True
 
     def load_checkpoint(
@@ -634,13 +635,13 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Write the whole weights in the forward's precision to one file, by `torch.save`. All ranks call."""
         state = self.shardwise.state_dict(rank_0_only=True)
-        if self.global_rank == 0:
-            folder = Path(save_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            skipped = self._frozen_names() if exclude_frozen_parameters else frozenset()
-            kept = {key: self._narrowed(one) for key, one in state.items() if key not in skipped}
-            torch.save(kept, folder / save_filename)
-        self.shardwise.world.any_rank(False)
+        with agreed(self.shardwise.world, "save_16bit_model", CheckpointError):
+            if self.global_rank == 0:
+                folder = Path(save_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+                skipped = self._frozen_names() if exclude_frozen_parameters else frozenset()
+                kept = {key: self._narrowed(one) for key, one in state.items() if key not in skipped}
+                torch.save(kept, folder / save_filename)
         return True
 
     save_fp16_model = save_16bit_model

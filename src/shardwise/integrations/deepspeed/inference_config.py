@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.integrations.deepspeed.config import Note, load_config
@@ -53,7 +54,10 @@ class InferenceConfig:
 
     @property
     def base_dir(self) -> Path:
-        return Path(self.value("base_dir") or self.value("checkpoint_config.base_dir") or "")
+        given = self.value("base_dir") or self.value("checkpoint_config.base_dir") or ""
+        if not _is_path(given):
+            raise ConfigError(f"base_dir is {given!r}; it must be a folder.")
+        return Path(given)
 
     @property
     def checkpoint(self) -> Path | list[Path] | None:
@@ -65,11 +69,15 @@ class InferenceConfig:
         source = self.value("checkpoint_config.checkpoint_dir") if source is None else source
         if source is None:
             return None
-        if not isinstance(source, Mapping):
+        if isinstance(source, list | tuple):  # which DeepSpeed wants under "checkpoints" alone
+            source = {"type": "ds_model", "checkpoints": [os.fspath(one) if _is_path(one) else one for one in source]}
+        if _is_path(source):
             path = Path(source) if Path(source).exists() else self.base_dir / Path(source)
             if path.suffix != ".json":
                 return path
             source = load_config(path)
+        if not isinstance(source, Mapping):
+            raise ConfigError(f"checkpoint is {source!r}; it must be a folder, a file, a list of files, or an object.")
         files = source.get("checkpoints")
         if isinstance(files, Mapping) or str(source.get("type", "")).lower() not in ("bloom", "ds_model"):
             raise ConfigError(
@@ -79,8 +87,10 @@ class InferenceConfig:
             )
         if not isinstance(files, list) or not files or not all(isinstance(one, str) for one in files):
             raise ConfigError(f"checkpoint has checkpoints {json.dumps(files)}; it must be a list of files.")
-        base = Path(source.get("base_dir") or self.base_dir)
-        return [base / one for one in files]
+        base = source.get("base_dir") or self.base_dir
+        if not _is_path(base):
+            raise ConfigError(f"checkpoint has base_dir {json.dumps(base)}; it must be a folder.")
+        return [Path(base, one) for one in files]
 
     def report(self) -> str:
         """One line for each argument that was not simply honoured."""
@@ -144,6 +154,10 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{path}.")
         elif value is not None:
             raise ConfigError(f"{path} is {value!r}; it must be an object with arguments of its own.")
+
+
+def _is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(value, str | os.PathLike)
 
 
 def _check(config: InferenceConfig) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.comm.agreed import agreed
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.system.safe_files import replaced
@@ -52,19 +53,19 @@ def refuse_storage_options(options: object) -> None:
 def written(path: Path, world: sw.World, meta: Mapping[str, Any]) -> Iterator[None]:
     """Make `path` a folder for the engines' checkpoints, which are written inside; then write `meta` there. What was at
     `path` is removed. Collective."""
-    if world.rank == 0:
-        if path.is_file():
-            path.unlink()
-        path.mkdir(parents=True, exist_ok=True)
-        (path / META).unlink(missing_ok=True)
-        for folder in path.glob(f"{STATE_FOLDER}*"):
-            shutil.rmtree(folder)
-    world.barrier()
+    with agreed(world, "checkpoint", CheckpointError):
+        if world.rank == 0:
+            if path.is_file():
+                path.unlink()
+            path.mkdir(parents=True, exist_ok=True)
+            (path / META).unlink(missing_ok=True)
+            for folder in path.glob(f"{STATE_FOLDER}*"):
+                shutil.rmtree(folder)
     yield
-    if world.rank == 0:
-        with replaced(path / META) as draft:
-            torch.save(dict(meta), draft)
-    world.barrier()
+    with agreed(world, "checkpoint", CheckpointError):
+        if world.rank == 0:
+            with replaced(path / META) as draft:
+                torch.save(dict(meta), draft)
 
 
 def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, placeholder: object) -> None:
