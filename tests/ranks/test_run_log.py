@@ -563,6 +563,40 @@ def test_a_bad_loss_is_traced_to_the_micro_batch_and_its_samples(
         assert words.endswith(f"samples {bad - 1}, {bad} of source, rows 12 to 13 of the batch of step 25")
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_bad_loss_in_a_plain_loop_is_traced_to_all_batches_of_its_step(accumulate: int, tmp_path: Path) -> None:
+    """The engine does not see what `loss.backward()` goes back from, so it may be any of them; but none that the loop
+    reads afterwards, to evaluate."""
+    run, (model,) = tmp_path / "run", models(1)
+    rows = [torch.full((16,), math.inf if row == 4 * 5 + 1 else 1.0) for row in range(48)]
+
+    def train(world: sw.World) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        plan = {"run": str(run), "preset": "ddp", "accumulate": accumulate, "skip_nonfinite": True}
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+
+            def loader() -> sw.data.Loader:
+                samples = sw.data.Samples(shuffle=False)
+                return sw.data.Loader(rows, batch_rows=4, samples=samples, world=engine.data_ranks)
+
+            batches = iter(loader())
+            for _ in range(3):
+                loss = torch.zeros(())
+                for part in islice(batches, 4):
+                    own = loss_of(model(part)) / 4
+                    own.backward()
+                    loss += own.detach()
+                optimizer.step()
+                optimizer.zero_grad()
+                next(iter(loader()))
+                engine.log({"loss": loss})
+
+    run_ranks(1, train)
+    (words,) = [line["words"] for line in lines(run, "unusual") if "its loss" in line["words"]]
+    each = "; ".join(f"samples {', '.join(str(4 * step + row) for row in range(4))} of source" for step in range(4, 8))
+    assert words.endswith(f"; it had {each}, rows 0 to 3 of the batches of steps 4 to 7")
+
+
 class Faulty(nn.Module):
     """Its gradients, or what it gives, are not finite in the micro-batch that has a 7."""
 

@@ -24,6 +24,8 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.system.data_ranks import HANDED_OUT, DataRanks, Part
 
 _SAMPLES = Samples()
+_MOST_NAMED = 8
+"""Of the batches of a step, so many have their samples named."""
 
 
 class Loader:
@@ -181,10 +183,10 @@ class Loader:
             raise StateError("Which samples of a stream are in a batch is known only when it is read.")
         return self._feed.sampler.batch(step)
 
-    def named(self, step: int, part: Part | None = None) -> str:
-        """This rank's samples in the batch of `step`, as text: all, or those of a micro-batch, whose last one was of
-        this batch."""
-        rows = self._share.read
+    def named(self, steps: range, part: Part | None = None) -> str:
+        """This rank's samples in the batches of `steps`, as text: all, or those of a micro-batch of a step whose last
+        one was of the last batch."""
+        rows, step = self._share.read, steps[-1]
         if part is not None and sum(part.rows) == len(rows):
             first = sum(part.rows[: part.number])
             rows = rows[first : first + part.rows[part.number]] or rows[:1]
@@ -192,10 +194,12 @@ class Loader:
             rows = rows[self._share.parts[part.number]]
         elif part is not None and not part.rows and self.accumulate == 1:
             step -= part.of - 1 - part.number
-        where = f"rows {rows.start} to {rows.stop - 1} of the batch of step {step}"
-        if isinstance(self._feed, StreamFeed):
+        steps = steps if part is None else range(step, step + 1)
+        which = f"batch of step {step}" if len(steps) == 1 else f"batches of steps {steps[0]} to {steps[-1]}"
+        where = f"rows {rows.start} to {rows.stop - 1} of the {which}"
+        if isinstance(self._feed, StreamFeed) or len(steps) > _MOST_NAMED:
             return f"it had {where}"
-        return f"it had {self._feed.names(step, rows)}, {where}"
+        return f"it had {'; '.join(self._feed.names(one, rows) for one in steps)}, {where}"
 
     def _place_of(self, state: Mapping[str, Any]) -> Place:
         known = {field.name for field in fields(Place)}

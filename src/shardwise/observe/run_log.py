@@ -517,9 +517,9 @@ def _had(sharded: ShardedModel) -> str:
     unusual, if their losses are known."""
     losses, num = sharded.progress.step_losses, sharded.plan.accumulate
     if num == 1 or len(losses) != num:
-        return HANDED_OUT.text()
+        return HANDED_OUT.of_step()
     worst = worst_of([float(losses[number]) for number in range(num)])
-    samples = HANDED_OUT.text(Part(worst, num, sharded.progress.step_rows))
+    samples = HANDED_OUT.of_step(Part(worst, num, sharded.progress.step_rows))
     return f"micro-batch {worst} of {num} has {float(losses[worst]):.4g}" + (f": {samples}" if samples else "")
 
 

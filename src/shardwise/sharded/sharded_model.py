@@ -33,6 +33,7 @@ from shardwise.runtime.micro_batches import MicroSteps
 from shardwise.sharded.assembly import Parts, assemble, treated
 from shardwise.sharded.other_parameters import tell_of_others
 from shardwise.sharded.sharding import Sharding
+from shardwise.system.data_ranks import HANDED_OUT
 
 _log = logging.getLogger("shardwise")
 
@@ -438,6 +439,7 @@ class ShardedModel(NotCopied):
             self.parts.runner.step.during()
 
     def after_step(self, member: torch.optim.Optimizer) -> None:
+        HANDED_OUT.end_step()  # also of one that is left out: the log asks what was not finite
         self.require_optimizer().updates.withdraw_gradients()
         parts = self.parts
         if parts.gradients.is_taken:

@@ -77,7 +77,7 @@ class Part:
 class Names(Protocol):
     """A loader that can name the samples it has handed out."""
 
-    def named(self, step: int, part: Part | None = None) -> str: ...
+    def named(self, steps: range, part: Part | None = None) -> str: ...
 
 
 class HandedOut(threading.local):
@@ -85,17 +85,35 @@ class HandedOut(threading.local):
 
     def __init__(self) -> None:
         self._loader: weakref.ref[Names] | None = None
-        self._step = -1
+        self._steps = range(0)
+        """Those of the loader's batches since the last optimizer step."""
+        self._of_step: tuple[weakref.ref[Names] | None, range] = self._loader, self._steps
+        self._has_ended = False
+        """Whether no batch was handed out since the last optimizer step."""
 
     def note(self, loader: Names, step: int) -> None:
+        goes_on = not self._has_ended and self._loader is not None and self._loader() is loader
         if self._loader is None or self._loader() is not loader:
             self._loader = weakref.ref(loader)
-        self._step = step
+        self._steps = range(min(self._steps.start, step) if goes_on else step, step + 1)
+        self._has_ended = False
 
-    def text(self, part: Part | None = None) -> str:
-        """The samples as text, of all or of a part; empty if unknown."""
-        loader = self._loader() if self._loader is not None else None
-        return loader.named(self._step, part) if loader is not None else ""
+    def end_step(self) -> None:
+        """An optimizer step was taken with what was handed out before; what comes now may be for an evaluation."""
+        self._of_step, self._has_ended = (self._loader, self._steps), True
+
+    def text(self) -> str:
+        """The samples of the last batch as text; empty if unknown."""
+        return self._named(self._loader, self._steps[-1:])
+
+    def of_step(self, part: Part | None = None) -> str:
+        """Those of the last optimizer step, of all its batches or of a part; empty if unknown."""
+        return self._named(*self._of_step, part)
+
+    @staticmethod
+    def _named(known: weakref.ref[Names] | None, steps: range, part: Part | None = None) -> str:
+        loader = known() if known is not None else None
+        return loader.named(steps, part) if loader is not None and steps else ""
 
 
 HANDED_OUT = HandedOut()
