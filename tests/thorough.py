@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,16 +59,17 @@ def soak(why: str) -> pytest.MarkDecorator:
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Which of `items` are run now, and which the other time. `make mutations` runs what `make test` does, and then
     what `make thorough` adds."""
-    now = [item for item in items if not _wanted().isdisjoint(_shares(item))]
+    now = [item for item in items if not _wanted().isdisjoint(_shares(item.get_closest_marker))]
     if _SHARE == MUTATIONS:
-        now.sort(key=lambda item: "test" not in _shares(item))
+        now.sort(key=lambda item: "test" not in _shares(item.get_closest_marker))
     chosen = {item.nodeid for item in now}
     return now, [item for item in items if item.nodeid not in chosen]
 
 
 def keep_wanted(metafunc: pytest.Metafunc, choosers: dict[Path, Chooser]) -> None:
-    """Of the cases of a test that is sampled, keep those that are run now. pytest has made no item of them yet, and
-    would make three times as many as `make test` runs. Later it also numbers the values of each parameter by case.
+    """Of the cases of a test, keep those that are run now, or one, as without any it would be a test without
+    parameters. pytest has made no item of them yet, and would make three times as many as `make test` runs. Later it
+    also numbers the values of each parameter by case.
 
     `choosers` are those of the files: the tests of each must be given in their order, whatever is run now.
     """
@@ -76,16 +78,11 @@ def keep_wanted(metafunc: pytest.Metafunc, choosers: dict[Path, Chooser]) -> Non
         for case in metafunc._calls
         if _mark(metafunc, case, "sampled") is not None and _mark(metafunc, case, "soak") is None
     ]
-    if not cases:
-        return
-    for case, share in zip(cases, _shares_of_sampled(metafunc, cases, choosers), strict=True):
-        case.marks.append(pytest.mark.share(share).mark)
-    left = [
-        case
-        for case in metafunc._calls
-        if (mark := _mark(metafunc, case, "share")) is None or mark.args[0] in _wanted()
-    ]
-    metafunc._calls[:] = left or cases[:1]  # without any case it would be a test without parameters
+    if cases:
+        for case, share in zip(cases, _shares_of_sampled(metafunc, cases, choosers), strict=True):
+            case.marks.append(pytest.mark.share(share).mark)
+    wanted = [case for case in metafunc._calls if not _wanted().isdisjoint(_shares(partial(_mark, metafunc, case)))]
+    metafunc._calls[:] = wanted or metafunc._calls[:1]
 
 
 def _wanted() -> set[str]:
@@ -123,15 +120,15 @@ def _values(case: Any) -> dict[str, str]:
     return {name: f"#{case.indices[name]}" if " at 0x" in text else text for name, text in texts.items()}
 
 
-def _shares(item: pytest.Item) -> tuple[str, ...]:
-    """Where a test is run; the cases of one that is sampled are marked with it."""
-    if (share := item.get_closest_marker("share")) is not None:
+def _shares(marked: Callable[[str], pytest.Mark | None]) -> tuple[str, ...]:
+    """Where a test, or a case of one, is run, given its mark of each name; the cases of one that is sampled have one
+    that says it."""
+    if (share := marked("share")) is not None:
         return (share.args[0],)
-    if item.get_closest_marker("soak") is not None:
+    if marked("soak") is not None:
         return ("soak",)
-    if item.get_closest_marker("thorough_only") is not None:
+    if marked("thorough_only") is not None:
         shares: tuple[str, ...] = "thorough", "exhaustive"
     else:
-        varies = item.get_closest_marker("varies") is not None
-        shares = ("test", "thorough", "exhaustive", "soak") if varies else ("test",)
-    return shares[:1] if item.get_closest_marker("sampled") is not None else shares
+        shares = ("test", "thorough", "exhaustive", "soak") if marked("varies") is not None else ("test",)
+    return shares[:1] if marked("sampled") is not None else shares
