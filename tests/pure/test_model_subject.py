@@ -273,7 +273,7 @@ def test_a_treatment_is_bounded_by_itself_on_fewer_ranks(build: type[Decoder], l
     assert host is not None
     slow = H100.model_copy(update={"host": host.model_copy(update={"link_bytes_per_second": link})})
     subject = ModelSubject(on_meta(build, num_blocks=8, width=256), tokens(1, length=64), slow, 64, WIDE, on_cpu=False)
-    bounds = Bounds(subject.base, slow, {})
+    bounds = Bounds(subject.base, slow, {}, subject.blocks_by_rank)
     for policy in ("keep", "recompute", "offload"):
         bounds.size_of[policy, None] = subject.size(policy, None)  # type: ignore[index, arg-type]  # one of them
     split = [Candidate("zero1", (("dp", 2), ("tp", tp)), rows, 16 // rows) for tp in (2, 4) for rows in (1, 2)]
@@ -315,13 +315,14 @@ def test_a_close_bound_is_below_what_is_found_and_near_it(policy: PolicyName, wi
     model = on_meta(Decoder, num_blocks=8, width=wide)
     machine = hardware(name).with_ranks(4)
     subject = ModelSubject(model, tokens(2, length=64), machine, 128, WIDE, on_cpu=machine.is_processor)
-    bounds = Bounds(subject.base, subject.hardware, {(policy, None): subject.size(policy, None)})
+    sizes = {(policy, None): subject.size(policy, None)}
+    bounds = Bounds(subject.base, subject.hardware, sizes, subject.blocks_by_rank)
     shares = []
     for preset, (pp, tp, schedule, chunks) in itertools.product(PRESETS, SPLITS):
         num_data = 16 // pp // tp
         data = (("node", num_data // 2), ("local", 2)) if preset == "hpz" else (("dp", num_data),)
-        sizes = (*((("pp", pp),) if pp > 1 else ()), *data, *((("tp", tp),) if tp > 1 else ()))
-        candidate = Candidate(preset, sizes, 2, 8, policy, schedule, chunks)
+        axes = (*((("pp", pp),) if pp > 1 else ()), *data, *((("tp", tp),) if tp > 1 else ()))
+        candidate = Candidate(preset, axes, 2, 8, policy, schedule, chunks)
         rough, exact = bounds.of(candidate), subject.evaluate(candidate)
         least = subject.least(candidate)
         seconds = least.seconds_beside(rough.communicating, subject.hardware.contention)
@@ -329,9 +330,23 @@ def test_a_close_bound_is_below_what_is_found_and_near_it(policy: PolicyName, wi
         assert max(seconds, rough.seconds) <= 1.001 * exact.seconds, candidate
         assert held <= 1.001 * exact.device_bytes, candidate
         if pp > 1:
-            assert 0.99 * exact.device_bytes < subject.held(candidate) <= exact.device_bytes, candidate
+            assert 0.95 * exact.device_bytes < subject.held(candidate) <= exact.device_bytes, candidate
         shares.append(max(seconds, rough.seconds) / exact.seconds)
     assert sorted(shares)[len(shares) // 2] > 0.5
+
+
+def test_uneven_stages_are_bounded_by_what_each_of_them_has() -> None:
+    """The first ranks hold most micro-batches, and have fewer blocks than the last ones."""
+    batch = tokens(2, length=64)
+    subject = ModelSubject(on_meta(Decoder, num_blocks=12, width=64), batch, H100, 64, WIDE, on_cpu=False)
+    bounds = Bounds(subject.base, H100, {("keep", None): subject.size("keep", None)}, subject.blocks_by_rank)
+    for pp, schedule, chunks in ((8, "1f1b", 1), (8, "zb-h1", 1), (4, "interleaved", 2)):
+        candidate = Candidate("zero3", (("pp", pp), ("dp", 2)), 2, 2 * pp, "keep", schedule, chunks)
+        blocks = subject.blocks_by_rank(candidate)
+        assert sum(blocks) == 12
+        assert max(blocks) > min(blocks) or chunks > 1
+        rough, exact = bounds.of(candidate).device_bytes, subject.evaluate(candidate).device_bytes
+        assert 0.4 * exact < rough <= exact, candidate
 
 
 class Reads(Gpt):

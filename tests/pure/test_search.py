@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -85,6 +86,7 @@ class Blocks:
             self.num * self.row_bytes(policy),
             self.num * 32 * self.width * self.length if policy == "offload" else 0.0,
             32 * self.width * self.length if policy == "offload" else 0.0,
+            blocks_row_bytes=self.num * self.row_bytes(policy),
         )
 
     def check(self, candidate: Candidate) -> None:
@@ -101,6 +103,9 @@ class Blocks:
         waits = SCHEDULES[candidate.schedule].waits * (stages - 1) / candidate.chunks
         held = self.num / stages * self.row_bytes(candidate.policy) * candidate.rows / candidate.size("tp")
         return Least((Run(self.num * seconds / stages * (candidate.accumulate + waits)),), (Load(1.0, held),))
+
+    def blocks_by_rank(self, candidate: Candidate) -> Sequence[int]:
+        return [self.num // candidate.size("pp")] * candidate.size("pp")
 
     def held(self, candidate: Candidate) -> int:
         return 0
@@ -183,9 +188,8 @@ def test_divisors() -> None:
 def test_no_bound_is_above_what_is_found() -> None:
     """Or a candidate could be pruned that is the best."""
     blocks = Blocks(num=8, width=1024, length=1024, num_rows=64)
-    bounds = Bounds(
-        BF16, blocks.hardware, {(policy, None): blocks.size(policy, None) for policy in Space().activations}
-    )
+    sizes = {(policy, None): blocks.size(policy, None) for policy in Space().activations}
+    bounds = Bounds(BF16, blocks.hardware, sizes, blocks.blocks_by_rank)
     every = list(candidates(16, 8, blocks.num_rows, blocks.num, BF16, Space()))
     for candidate in every[:: len(every) // 40]:
         bound, exact = bounds.of(candidate), blocks.evaluate(candidate)
@@ -205,7 +209,8 @@ def test_what_goes_to_the_host_bounds_a_step() -> None:
     host = machine.host.model_copy(update={"link_bytes_per_second": 1e9})
     blocks = Blocks(num=4, width=1024, num_rows=16, hardware=machine.model_copy(update={"host": host}))
     space = Space(presets=("zero1", "zero2"), activations=("keep", "offload"), schedules=(("1f1b", 1),), shares=False)
-    bounds = Bounds(BF16, blocks.hardware, {(one, None): blocks.size(one, None) for one in space.activations})
+    sizes = {(one, None): blocks.size(one, None) for one in space.activations}
+    bounds = Bounds(BF16, blocks.hardware, sizes, blocks.blocks_by_rank)
     for candidate in candidates(8, 8, blocks.num_rows, blocks.num, BF16, replace(space, rows=(1,))):
         if candidate.policy == "offload":
             assert 0.4 < bounds.of(candidate).seconds / blocks.evaluate(candidate).seconds <= 1.001, candidate
@@ -218,7 +223,8 @@ def test_no_bound_of_stages_on_a_slow_network_is_above_what_is_found() -> None:
     """A pipeline gathers what is held of parameters once a step, and a unit stays whole from one pass to the next."""
     blocks = Blocks(num=8, width=1024, length=64, num_rows=32, hardware=with_network(1e8))
     space = Space(presets=("zero2", "zero3", "zero3-kept", "hpz"), axes=("pp",), activations=("keep",), rows=(1,))
-    bounds, num = Bounds(BF16, blocks.hardware, {("keep", None): blocks.size("keep", None)}), 0
+    bounds = Bounds(BF16, blocks.hardware, {("keep", None): blocks.size("keep", None)}, blocks.blocks_by_rank)
+    num = 0
     for candidate in candidates(32, 8, blocks.num_rows, blocks.num, BF16, space):
         num += candidate.size("pp") > 1
         bound, exact = bounds.of(candidate), blocks.evaluate(candidate)
@@ -245,7 +251,7 @@ def test_no_bound_of_narrow_wires_is_above_what_is_found() -> None:
     space = Space(axes=("tp",), activations=("keep",), rows=(2,), wires=NARROW)
     sizes = {("keep", None): blocks.size("keep", None)}
     for base in (BF16, Plan(precision="bf16", wire={"param": "int8", "grad": "int4"})):
-        bounds, num = Bounds(base, blocks.hardware, dict(sizes)), 0
+        bounds, num = Bounds(base, blocks.hardware, dict(sizes), blocks.blocks_by_rank), 0
         for candidate in candidates(16, 8, blocks.num_rows, blocks.num, base, space):
             try:
                 bound = bounds.of(candidate)
@@ -453,6 +459,26 @@ def test_a_rank_of_a_pipeline_that_has_no_room_is_enough() -> None:
     assert few.why_not == every.why_not
     assert weighed.num_asked < plain.num_asked
     assert any(one.candidate.size("pp") > 1 and not one.found.fits(limits) for one in every.evaluated)
+
+
+def test_two_rounds_of_a_slow_pipeline_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further one takes at least what its busiest rank computes, so that what is too slow with two is not timed
+    with three."""
+    blocks = Blocks(num=4, length=2048, num_rows=64, hardware=with_network(5e9))
+    space = Space(("zero1", "zero2", "zero3"), ("pp",), ("keep",), rows=(1,), shares=False)
+    few = found(blocks, 16, space=space)
+    num_asked, blocks.num_asked = blocks.num_asked, 0
+    monkeypatch.setattr("shardwise.fit.search._Search._with_rounds", lambda _, __, bound: bound)
+    every = found(blocks, 16, space=space)
+    assert few.best == every.best
+    assert few.why_not == every.why_not
+    assert num_asked < blocks.num_asked
+    longer = [one.candidate for one in every.evaluated if one.candidate.size("pp") > 1 and not one.found.is_exact]
+    for candidate in longer:
+        two = replace(candidate, accumulate=2 * candidate.size("pp"))
+        more = blocks.least(candidate).seconds - blocks.least(two).seconds
+        assert blocks.evaluate(two).seconds + more <= 1.001 * blocks.evaluate(candidate).seconds, candidate
+    assert len(longer) > 4
 
 
 @pytest.mark.parametrize("most", [1, 60])

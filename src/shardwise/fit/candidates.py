@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -100,8 +100,8 @@ class Size:
 
     Elements are those of the whole model. `flops_seconds` are those that a micro-batch of one row takes at least,
     forward, backward and what is computed again; `row_bytes` the most that its activations hold at once, and
-    `between_row_bytes` between the two; `host_row_bytes` what of them goes to the host, of all units and of the one of
-    which most does.
+    `between_row_bytes` between the two, of which `blocks_row_bytes` are those of the blocks; `host_row_bytes` what of
+    them goes to the host, of all units and of the one of which most does.
     """
 
     numel: int
@@ -114,6 +114,7 @@ class Size:
     host_row_bytes: float = 0.0
     host_unit_row_bytes: float = 0.0
     between_row_bytes: float = 0.0
+    blocks_row_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -165,11 +166,6 @@ class Candidate:
         if self.parts:  # each call fills the pipeline and drains it
             return self.accumulate * others / (self.parts * self.chunks)
         return SCHEDULES[self.schedule].waits * others / self.chunks
-
-    @property
-    def most_in_flight(self) -> int:
-        """Micro-batches whose activations the first rank of a pipeline holds at once, at least."""
-        return 1 if self.parts else min(self.size("pp"), self.accumulate)
 
     @property
     def has_gradients_beside(self) -> bool:
@@ -400,8 +396,11 @@ class Bounds:
     base: Plan
     hardware: Hardware
     size_of: dict[tuple[PolicyName, PrecisionName | None], Size]
+    blocks_by_rank: Callable[[Candidate], Sequence[int]]
+    """How many blocks each rank of a pipeline has. Raises `ShardwiseError` if it cannot have so many stages."""
     _apart: dict[object, _Apart | ShardwiseError] = field(default_factory=dict)
     """By what differs between candidates beside their micro-batches."""
+    _blocks: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     _prices: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Bound:
@@ -417,12 +416,13 @@ class Bounds:
             self._apart[key] = apart
         if isinstance(apart, ShardwiseError):
             raise apart
-        rows = candidate.rows * candidate.most_in_flight / candidate.ranks_per_sample
         communicating = candidate.accumulate * (apart.gathering + apart.reducing)
+        rows = candidate.rows / (candidate.size("tp") * candidate.size("sp"))
         resting, held = apart.resting, apart.held
+        activations = max(size.row_bytes * rows, held + size.between_row_bytes * rows)
         if candidate.size("pp") > 1:  # before its first backward a rank has used all of its units
             resting, held = resting + held, 0.0
-        activations = max(size.row_bytes * rows, held + size.between_row_bytes * rows)
+            activations = size.blocks_row_bytes * rows * self._in_flight(candidate, size)
         return Bound(
             resting + max(apart.grad, activations, apart.gathered),
             apart.host,
@@ -432,6 +432,18 @@ class Bounds:
             held,
             communicating,
         )
+
+    def _in_flight(self, candidate: Candidate, size: Size) -> float:
+        """What blocks hold at once on some rank of a pipeline, at least, as a share of what all blocks hold of one
+        micro-batch. A rank holds as many of these as there are ranks from it on; with several stages, one less of
+        each."""
+        stages, chunks = candidate.size("pp"), candidate.chunks
+        if (stages, chunks) not in self._blocks:
+            self._blocks[stages, chunks] = self.blocks_by_rank(candidate)
+        most = 1 if candidate.parts else candidate.accumulate
+        blocks = self._blocks[stages, chunks]
+        some = (min(stages - rank - (chunks > 1), most) * num for rank, num in enumerate(blocks))
+        return max(some) / size.num_blocks
 
     def _found_apart(self, candidate: Candidate, size: Size) -> _Apart:
         """Raises `ShardwiseError` where `shard` would."""

@@ -81,10 +81,14 @@ class ModelSubject:
     _records: dict[object, Record] = field(default_factory=dict)
     _unpriced: dict[int, _Unpriced] = field(default_factory=dict)
     """By the identity of what was counted."""
-    _known_stage_of: dict[tuple[tuple[Moment, ...], int], Numbers] = field(default_factory=dict)
+    _moments: dict[tuple[Moment, ...], tuple[Moment, ...]] = field(default_factory=dict)
+    _known_stage_of: dict[tuple[int, int], Numbers] = field(default_factory=dict)
+    """By the identity of what is in `_moments`, and the number of stages."""
     _known_alone: dict[object, tuple[Alone, Operations]] = field(default_factory=dict)
     """By the identity of operations, which are kept alive, and who communicates."""
     _known_stages: dict[tuple[int, int, str], _Stages] = field(default_factory=dict)
+    _cut_stages: dict[int, _Stages] = field(default_factory=dict)
+    """By their number."""
     _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
     _outlines: dict[object, Outline] = field(default_factory=dict)
     _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
@@ -118,8 +122,13 @@ class ModelSubject:
                 host_row_bytes=OPTIMISM * sum(moved) / rows,
                 host_unit_row_bytes=max(moved) / rows,
                 between_row_bytes=OPTIMISM * _between_passes(counted.activations.marks) / rows,
+                blocks_row_bytes=OPTIMISM * _left_by_blocks(counted.activations.marks) / rows,
             )
         return self._sizes[key]
+
+    def blocks_by_rank(self, candidate: Candidate) -> Sequence[int]:
+        blocks, num_ranks = self._stages(candidate).blocks, candidate.size("pp")
+        return [sum(blocks[rank::num_ranks]) for rank in range(num_ranks)]
 
     def check(self, candidate: Candidate) -> None:
         """As `shard` does. Whether attention and experts can be split, only a forward tells."""
@@ -243,7 +252,7 @@ class ModelSubject:
         key = id(found), share, more, sharing, splits  # which is kept: as it was counted, or derived
         if key not in self._records:
             if id(found) not in self._unpriced:
-                self._unpriced[id(found)] = _Unpriced.of(found)
+                self._unpriced[id(found)] = _Unpriced.of(found, self._moments)
             unpriced = self._unpriced[id(found)]
             alone = [self._alone(one, share, more, sharing, splits=splits) for one in unpriced.different]
             self._records[key] = unpriced.record.priced(alone, unpriced.places)
@@ -259,7 +268,7 @@ class ModelSubject:
         """In which stage of `candidate` a model is at each moment, which is the same for many treatments."""
         if candidate.size("pp") == 1:
             return np.zeros(len(moments), int)
-        key = moments, candidate.size("pp") * candidate.chunks
+        key = id(moments), candidate.size("pp") * candidate.chunks
         if key not in self._known_stage_of:
             self._known_stage_of[key] = np.array(stages_of(moments, self._stages(candidate).users))
         return self._known_stage_of[key]
@@ -293,12 +302,21 @@ class ModelSubject:
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
     def _stages(self, candidate: Candidate) -> _Stages:
-        """The stages of a model, however it is split otherwise."""
-        key = candidate.size("pp"), candidate.chunks, candidate.schedule
+        """The stages of a model, however it is split otherwise. Where the plan does not list them, they depend on their
+        number, and on nothing else of a schedule."""
+        num_ranks = candidate.size("pp")
+        key = num_ranks, candidate.chunks, candidate.schedule
         if key not in self._known_stages:
-            few = replace(candidate, accumulate=candidate.size("pp"))
-            layout = stage_layout(self.model, *self._placed(few))
-            self._known_stages[key] = _Stages.of(self.model, choose_units(self.model, self.base), layout)
+            plan, mesh = self._placed(replace(candidate, accumulate=num_ranks))
+            is_cut = self.base.pipeline.stages == "auto" and self.base.compile is None
+            alike = self._cut_stages.get(num_ranks * candidate.chunks) if is_cut else None
+            if alike is None:
+                alike = _Stages.of(
+                    self.model, choose_units(self.model, self.base), stage_layout(self.model, plan, mesh)
+                )
+                self._cut_stages[num_ranks * candidate.chunks] = alike
+            layout = replace(alike.layout, num_ranks=num_ranks, schedule=schedule_of(plan, num_ranks))
+            self._known_stages[key] = replace(alike, layout=layout)
         return self._known_stages[key]
 
     @property
@@ -555,11 +573,14 @@ class _Unpriced:
     places: Numbers
 
     @classmethod
-    def of(cls, counted: Counted) -> _Unpriced:
+    def of(cls, counted: Counted, known: dict[tuple[Moment, ...], tuple[Moment, ...]]) -> _Unpriced:
+        """Moments that are `known` are the same object, because it takes long to compare them."""
         different = {id(one.operations): one for one in counted.worked}
         place_of = {operations: place for place, operations in enumerate(different)}
         places = np.array([place_of[id(one.operations)] for one in counted.worked])
-        return cls(Record.of(counted.activations.marks), list(different.values()), places)
+        record = Record.of(counted.activations.marks)
+        record = replace(record, moments=known.setdefault(record.moments, record.moments))
+        return cls(record, list(different.values()), places)
 
 
 # [Note: derived bounds] Of ranks along `tp`, twice as many do at least half each. What they hold is affine in their
@@ -582,12 +603,13 @@ def _smallest_prime(number: int) -> int:
 
 @dataclass(frozen=True)
 class _Stages:
-    """The stages of a pipeline: in which of them each unit is, and their elements."""
+    """The stages of a pipeline: in which of them each unit is, and by stage their elements, and how many are blocks."""
 
     layout: StageLayout
     users: Mapping[str, set[int]]
     numel: Sequence[int]
     num_trained: Sequence[int]
+    blocks: Sequence[int]
 
     @classmethod
     def of(cls, model: nn.Module, units: Sequence[UnitChoice], layout: StageLayout) -> _Stages:
@@ -597,7 +619,10 @@ class _Stages:
             for unit in units
         }
         numel = [sum(param.numel() for param in own) for own in by_stage]
-        return cls(layout, users, numel, [sum(one.numel() for one in own if one.requires_grad) for own in by_stage])
+        num_trained = [sum(one.numel() for one in own if one.requires_grad) for own in by_stage]
+        of_blocks = [some for name, some in users.items() if _is_block(name)]
+        blocks = [sum(stage in some for some in of_blocks) for stage in range(layout.num_stages)]
+        return cls(layout, users, numel, num_trained, blocks)
 
     @cached_property
     def shares(self) -> list[float]:
@@ -746,6 +771,16 @@ def _between_passes(marks: Sequence[Mark]) -> int:
     """Bytes that a forward leaves for its backward."""
     forward = [mark.live_bytes for mark in marks if mark.moment.phase == "forward"]
     return forward[-1] if forward else 0
+
+
+def _left_by_blocks(marks: Sequence[Mark]) -> int:
+    """Bytes that the forwards of all blocks leave for their backwards."""
+    left = before = 0
+    for mark in marks:
+        if mark.moment.phase == "forward" and mark.moment.edge == "after" and _is_block(mark.moment.unit):
+            left += mark.live_bytes - before
+        before = mark.live_bytes
+    return left
 
 
 MESSAGES_IN_FLIGHT = 4

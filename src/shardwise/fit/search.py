@@ -113,6 +113,10 @@ class Subject(Protocol):
         """Raises `ShardwiseError` for a treatment of activations that the model cannot have."""
         ...
 
+    def blocks_by_rank(self, candidate: Candidate) -> Sequence[int]:
+        """How many blocks each rank of its pipeline has. Raises `ShardwiseError` if the model has no such stages."""
+        ...
+
     def check(self, candidate: Candidate) -> None:
         """Raises `ShardwiseError` if the model cannot be split in this way, whatever else the candidate says."""
         ...
@@ -258,6 +262,10 @@ class _Search:
     """Why the model cannot be split so, or `None` if it can."""
     closer: dict[Candidate, Bound] = field(default_factory=dict)
     """Bounds of those that were looked at more closely."""
+    held: dict[Candidate, int] = field(default_factory=dict)
+    """Bytes of a device on some ranks of pipelines."""
+    of_rounds: dict[Candidate, Evaluated] = field(default_factory=dict)
+    """What the first rounds of micro-batches take of those that have more."""
     outside: set[Candidate] = field(default_factory=set)
     """Neighbours that were evaluated to say why not, and are no candidates: such as presets that were not asked for."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -350,11 +358,28 @@ class _Search:
         it."""
         if candidate.size("pp") == 1 or self.why_unsplit(candidate) is not None:
             return bound
+        if candidate not in self.held:
+            try:
+                self.held[candidate] = self.subject.held(_fullest(candidate))
+            except REFUSALS:  # the reason is found when it is evaluated
+                return bound
+        num_bytes = max(bound.device_bytes, self.held[candidate])
+        closer = self.closer[candidate] = replace(bound, device_bytes=num_bytes)
+        return closer
+
+    def _with_rounds(self, candidate: Candidate, bound: Bound) -> Bound:
+        """`bound` with what two rounds of micro-batches through a pipeline take: each further one adds at least what
+        its busiest rank computes."""
+        few = replace(candidate, accumulate=2 * candidate.size("pp"))
+        is_short = _fullest(candidate) == candidate
+        if is_short or self.objective == "memory" or self.why_unsplit(candidate) is not None:
+            return bound
         try:
-            num_bytes = self.subject.held(_fullest(candidate))
+            more = self.subject.least(candidate).seconds - self.subject.least(few).seconds
+            seconds = self._asked(few).seconds + more
         except REFUSALS:  # the reason is found when it is evaluated
             return bound
-        closer = self.closer[candidate] = replace(bound, device_bytes=max(bound.device_bytes, num_bytes))
+        closer = self.closer[candidate] = replace(bound, seconds=max(bound.seconds, seconds))
         return closer
 
     def least(self, candidate: Candidate, bound: Bound) -> float:
@@ -401,12 +426,12 @@ class _Search:
         if fullest == candidate:
             return self.subject.evaluate(candidate)
         few, more = (replace(candidate, accumulate=count * stages) for count in (2, 3))
-        found = self.subject.evaluate(fullest)
+        found = self._asked(fullest)
         if not found.fits(self.limits):
             longer = num_rounds * stages / fullest.accumulate
             parts = {part: longer * num for part, num in found.parts.items()}
             return replace(found, seconds=longer * found.seconds, parts=parts, is_exact=False)
-        two, three = (found if one == fullest else self.subject.evaluate(one) for one in (few, more))
+        two, three = map(self._asked, (few, more))
         num_more = num_rounds - 3
 
         def beyond(few: float, more: float) -> float:
@@ -416,6 +441,12 @@ class _Search:
         parts = {part: beyond(two.parts.get(part, 0.0), num) for part, num in three.parts.items()}
         mfu = three.mfu * (three.seconds / seconds) * (1 + num_more / 3)
         return replace(three, seconds=seconds, parts=parts, mfu=mfu, is_exact=False)
+
+    def _asked(self, few: Candidate) -> Evaluated:
+        """What a few rounds of micro-batches take, asked once."""
+        if few not in self.of_rounds:
+            self.of_rounds[few] = self.subject.evaluate(few)
+        return self.of_rounds[few]
 
     def _exactly(self, best: list[Ranked], fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
         """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
@@ -466,7 +497,8 @@ class _Search:
 
     def _best_of(self, bounded: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
         """The best that fit. Whichever may be the best comes next: it is looked at closely, and when its turn comes
-        again and no more is known of it, evaluated. What is slower than the best few by its bound never is."""
+        again and no more is known of it, evaluated; a pipeline after its first rounds. What is slower than the best few
+        by its bound never is."""
         climb = _Climb(self)
         for candidate, found in self.known.items():
             climb.take(candidate, found)
@@ -474,8 +506,8 @@ class _Search:
             (self._guess(candidate, bound), place, candidate, bound) for place, (candidate, bound) in enumerate(bounded)
         ]
         heapify(queue)
-        most = self.most_evaluated
-        while queue and climb.num_evaluated < (most if climb.best else NUM_DESPERATE * most):
+        most, begun = self.most_evaluated, set[Candidate]()
+        while queue and climb.num_evaluated + len(begun) < (most if climb.best else NUM_DESPERATE * most):
             _, place, candidate, bound = heappop(queue)
             if candidate in self.known or climb.is_worse(candidate, bound):
                 continue
@@ -487,10 +519,14 @@ class _Search:
                 continue
             if is_first or closer.seconds > bound.seconds or not closer.is_own:
                 heappush(queue, (self._guess(candidate, closer), place, candidate, closer))
-            elif self._may_fit(self._with_held(candidate, closer)):
-                climb.visit(candidate)
-            else:
+            elif not self._may_fit(held := self._with_held(candidate, closer)):
                 climb.num_evaluated += 1
+            elif (longer := self._with_rounds(candidate, held)).seconds > closer.seconds:
+                begun.add(candidate)
+                heappush(queue, (self._guess(candidate, longer), place, candidate, longer))
+            else:
+                begun.discard(candidate)
+                climb.visit(candidate)
         return climb.best
 
     def _count_left(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> None:
@@ -754,7 +790,7 @@ class _KnownSizes:
 
     def __init__(self, subject: Subject, base: Plan) -> None:
         self._subject = subject
-        self._bounds = Bounds(base, subject.hardware, {})
+        self._bounds = Bounds(base, subject.hardware, {}, subject.blocks_by_rank)
         self._refused: dict[tuple[PolicyName, PrecisionName | None], ShardwiseError] = {}
 
     @property
