@@ -186,6 +186,35 @@ def test_a_hard_coded_number_of_heads_is_refused_at_the_first_batch(
         run(partial(model, heads), tensor)
 
 
+def selects(_: nn.Module, args: tuple[Tensor]) -> Tensor:
+    """As a model that leaves out tokens does, here none."""
+    (x,) = args
+    return x[torch.ones(x.shape[:2], dtype=torch.bool)].view(x.shape)
+
+
+def reads(_: nn.Module, args: tuple[Tensor]) -> None:
+    if not args[0].sum() == args[0].sum():
+        raise ArithmeticError
+
+
+@sampled
+@pytest.mark.parametrize(("place", "looks"), [(0, selects), (1, reads)], ids=["selects", "reads"])
+@pytest.mark.parametrize("heads", [chunks_by_literal, chunks_by_width], ids=["literal", "width"])
+def test_so_are_those_of_models_that_look_at_values(place: int, looks: Callable[..., Any], heads: Heads) -> None:
+    """A mask has values in a rehearsal; where what was computed has none, all before that is compared."""
+
+    def build() -> nn.Module:
+        built = model(heads)
+        built.blocks[place].register_forward_pre_hook(looks)
+        return built
+
+    if heads is chunks_by_width:
+        assert run(build, UNDIVIDED)[0] == pytest.approx(alone(build)[0], rel=1e-5)
+        return
+    with pytest.raises(ModelError, match=r"blocks.0.attn views .*as \[4, 12, 4, 3\]"):
+        run(build, UNDIVIDED)
+
+
 @sampled
 @pytest.mark.parametrize("length", [1, 7])
 def test_it_is_refused_too_if_the_first_batch_is_one_of_inference_that_tensor_sequence_cannot_divide(

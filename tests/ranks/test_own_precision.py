@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -132,3 +135,43 @@ def test_another_plan_keeps_the_models_precision() -> None:
         return found
 
     assert run_ranks(1, of_rank) == [["fp64", "fp64", "fp32"]]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    pair: Pair
+    rows: int = field(init=False)  # never set
+
+
+class OfBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, batch: Batch, others: UserDict[str, Any], notes: dict[str, Any]) -> Tensor:
+        notes["calls"] += 1
+        self.dtypes = [batch.x.dtype, batch.pair.x.dtype, others["x"].dtype, others["ids"].dtype]
+        return (self.linear(batch.x) + self.linear(batch.pair.x) + self.linear(others["x"])).square().mean()
+
+
+def test_inputs_are_cast_wherever_they_are() -> None:
+    """In dataclasses and mappings of other libraries too, which are not changed; what has none is the loop's own."""
+    x = torch.ones(2, 4)
+
+    def rank(world: sw.World) -> tuple[list[torch.dtype], int]:
+        model = OfBatch()
+        with sw.shard(model, {"preset": "ddp", "precision": "bf16"}, world=world) as engine:
+            notes, others = {"calls": 0, "steps": [1, 2]}, UserDict({"x": x, "ids": torch.arange(2)})
+            engine.backward(model(Batch(x, Pair(x, "pair")), others, notes))
+            assert others["x"] is x
+            return model.dtypes, notes["calls"]
+
+    half = torch.bfloat16
+    assert run_ranks(2, rank) == [([half, half, half, torch.int64], 1)] * 2

@@ -20,11 +20,13 @@ from twins import adamw, batches, engine_step, peak_of_third_step, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
-from shardwise.memory import choose_units, make_units, tables_for, torch_dtype, unit_specs
-from shardwise.plan import load_plan
+from shardwise.memory import Unit, choose_units, make_units, tables_for, torch_dtype, unit_specs
+from shardwise.plan import Plan, load_plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import Activations, Footprint
-from shardwise.runtime.rehearsal import rehearse
+from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.runtime.rehearsal import RehearsedForwards, rehearse
 from shardwise.runtime.rehearsal.grouped import (
     CONVOLUTION_BYTES,
     GroupedProducts,
@@ -41,6 +43,7 @@ from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
+Tensor = torch.Tensor
 CPU = torch.device("cpu")
 GENERATOR_BYTES = torch.get_rng_state().nbytes
 """Size of the generator state that a checkpointed block keeps, in a tensor that no operation creates."""
@@ -112,12 +115,20 @@ class Remembering(nn.Module):
         return self.linear(x + self.table)
 
 
-def rehearsed(model: nn.Module, batch: object, precision: str = "fp32", loss: Loss | None = None) -> Activations:
+def planned(precision: str) -> tuple[Plan, Mesh]:
     plan = load_plan("zero3", [f"precision={precision}"])
-    mesh = mesh_for(plan, 2)
+    return plan, mesh_for(plan, 2)
+
+
+def units_of(model: nn.Module, precision: str = "fp32") -> list[Unit]:
+    plan, mesh = planned(precision)
     choices, rows = choose_units(model, plan), tables_for(model, plan, mesh)
-    units = make_units(choices, unit_specs(choices, rows, mesh), rows, mesh.coordinate(0), CPU)
-    return rehearse(model, units, batch, device=CPU, compute=table_for(plan, mesh).compute, loss=loss)
+    return make_units(choices, unit_specs(choices, rows, mesh), rows, mesh.coordinate(0), CPU)
+
+
+def rehearsed(model: nn.Module, batch: object, precision: str = "fp32", loss: Loss | None = None) -> Activations:
+    compute = table_for(*planned(precision)).compute
+    return rehearse(model, units_of(model, precision), batch, device=CPU, compute=compute, loss=loss)
 
 
 def peak_of(activations: Activations) -> int:
@@ -425,6 +436,94 @@ def test_a_watchdog_that_asks_where_the_rank_is_changes_no_count() -> None:
             asking.join()
     assert {call for call, place in found if "twins.py" in place} == set(), "it has read the frames of the model"
     assert "rehearse()" in {call for call, _ in found}
+
+
+# --- what is known of values --------------------------------------------------------------------------
+
+
+class Masking(nn.Module):
+    """Selects by masks, of a batch and computed from one, in every way, and asks whether all is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        rows = mask.any(1)
+        num = int((torch.arange(2) * 1.5).long().max()) + 1
+        picked = [
+            hidden[:num],
+            hidden[rows],
+            hidden[~rows, 1:],
+            hidden[:, mask[0]],
+            hidden[mask],
+            hidden.masked_select(mask),
+        ]
+        written = hidden.clone()
+        written[mask] = picked[4] * 2
+        written[rows] += 1
+        if not torch.isfinite(written).all() or written.isnan().any() or torch.isinf(written).any(-1).any():
+            raise ValueError("not finite")
+        self.shapes += [tuple(one.shape) for one in picked]
+        return torch.cat([one.flatten() for one in (*picked, written)]).square().mean()
+
+
+def test_what_masks_select_is_as_large_as_in_training() -> None:
+    """In the backward, too, and on a batch for which the model was not made."""
+    x = torch.ones(3, 4)
+    mask = torch.tensor([[True, False, True, True], [False] * 4, [False, True, False, False]])
+    model = Masking()
+    real = copy.deepcopy(model)
+    real(x, mask).backward()
+    peak = profiled(model, (x, mask), "fp32")
+    activations = rehearsed(model, (x, mask))
+    assert real.shapes == [(2, 4), (2, 4), (1, 3), (3, 3), (4,), (4,)]
+    assert model.shapes == []
+    assert peak * 0.5 <= peak_of(activations) <= peak * 1.5
+
+
+@pytest.mark.parametrize("write", [Tensor.logical_or_, Tensor.bitwise_or_, Tensor.copy_], ids=lambda one: one.__name__)
+def test_a_check_that_was_written_to_is_a_check_no_more(write: Callable[..., object]) -> None:
+    class Mixing(Branching):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(x)
+            bad = torch.isnan(hidden)
+            write(bad, hidden > 0)
+            return hidden.sum() if bad.any() else hidden.mean()
+
+    with pytest.raises(ModelError, match="asks for the value of a tensor"):
+        rehearsed(Mixing(), torch.ones(8, 4))
+
+
+class OfBatch(Branching):
+    """Reads pixels, and leaves out rows of zeros."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x[(x.flatten(1) != 0).any(1)] * 2)
+        if hidden.shape[0] == 1:
+            return hidden
+        return hidden[hidden > 0]
+
+
+def test_a_forward_that_is_followed_knows_the_floats_of_its_batch_alone() -> None:
+    model, x = OfBatch(), torch.zeros(3, 4)
+    x[1] = 1.0
+    units = units_of(model)
+    shapes: list[tuple[int, ...]] = []
+
+    def follow(batch: torch.Tensor) -> None:
+        forwards = RehearsedForwards(model, units, MicroBatch((batch,), {}), device=CPU, compute="fp32")
+        forwards.rehearse(lambda twin, args, _: shapes.append(tuple(twin.model(*args).shape)))
+
+    follow(x)
+    assert shapes == [(1, 4)]
+    with pytest.raises(ModelError, match="decide how large another one is"):
+        follow(torch.ones(3, 4))  # of what was computed nothing is known
+    with pytest.raises(ModelError, match="decide how large another one is"):
+        rehearsed(model, x)  # there a batch is an example
+    assert torch.equal(x[1], torch.ones(4))
 
 
 # --- what cannot be rehearsed ------------------------------------------------------------------------

@@ -228,13 +228,75 @@ class InPlace(Net):
         return hidden + first
 
 
+class Selecting(Net):
+    """A block computes with as many tokens as the values of a batch say, and the last stage divides by their number.
+    What is passed on has all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.middle
+        self.down = nn.ModuleList([Block()])
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        kept = self.down[0](hidden[:, : int(x[0, 0]) % 2 + 3])
+        if len(self.down) > 1:
+            (kept, _) = self.down[1]((kept, x))
+        hidden = torch.cat([kept, hidden[:, kept.shape[1] :]], 1)
+        for block in self.up:
+            hidden = block(hidden)
+        return hidden / kept.shape[1]
+
+
+class OfPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.block(pair[0]), pair[1]
+
+
+class SelectingPairs(Selecting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.append(OfPair())
+
+
+@sampled
+@pytest.mark.parametrize("is_called", [False, True], ids=["train_step", "calls"])
+@pytest.mark.parametrize("kind", [Selecting, SelectingPairs])
+def test_shapes_that_values_decide_on_are_those_of_the_first_batch_or_refused(
+    kind: type[nn.Module], is_called: bool
+) -> None:
+    """Later stages know them of the first micro-batch of the same shapes alone: they computed with these."""
+    data, plan = drawn(num_steps=2), {"stages": [["tokens", "down.*"], ["up.*", "head"]]}
+    for part in (part for parts in data for part in parts):
+        part["x"][0, 0] = 2
+
+    def calls(engine: sw.Engine) -> list[float]:
+        return [engine(**part).item() for part in data[0]]
+
+    def results() -> Any:
+        if not is_called:
+            return race(made(kind), data, loss_fn=loss_itself, pipeline=plan)
+        called = {"mesh": {"pp": 2}, "preset": "zero1", "pipeline": plan}
+        return work_on_ranks(2, calls, called, lambda: made(kind), None)
+
+    found, model = results(), made(kind)
+    if is_called:
+        assert found[0] == pytest.approx([model(**part).item() for part in data[0]], rel=1e-5)
+    data[0][-1]["x"][0, 0] = 1
+    with pytest.raises((ModelError, FaultError), match=r"down\.[01] returned tensors .* or leave pp out of the mesh"):
+        results()
+
+
 class Reading(Net):
-    """Cannot run on fake tensors."""
+    """Cannot run on fake tensors: it reads a number that is drawn, which none is in a rehearsal."""
 
     def hidden(self, x: Tensor) -> Tensor:
         first = self.down[0](self.tokens(x))
-        scale = float(x.float().mean().sin())
-        hidden = first * scale
+        hidden = first * (1.0 + 0.0 * float(torch.rand(())))
         for block in [*self.down[1:], self.middle, *self.up]:
             hidden = block(hidden)
         return hidden + first

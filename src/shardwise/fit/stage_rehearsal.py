@@ -8,7 +8,6 @@ forward of each stage in turn. This is also a survey of what stages read of earl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,7 +53,10 @@ def rehearse_stages(layout: StageLayout, rehearse: RehearseStage) -> None:
     wanted: set[str] = set()
 
     def find(stage: int, _: object, arrived: StageMessageLayout | None) -> Found:
-        found = rehearse(stage, arrived, None)
+        try:
+            found = rehearse(stage, arrived, None)
+        except ModelError as error:
+            return Found(None, frozenset(), why_unknown=str(error))
         wanted.update(found.wanted)
         return found
 
@@ -193,15 +195,14 @@ class StageRehearsal:
 
         def rehearse(stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
             if stage not in self.staged.stages:
-                answer = exchange(b"{}")[self.staged.layout.pp_rank_of(stage)]
-                try:
-                    return Found.of_encoded(answer)
-                except ModelError as error:
-                    raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {error}") from None
+                found = Found.of_encoded(exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
+                if found.why_unknown:
+                    raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {found.why_unknown}")
+                return found
             try:
                 found = self.rehearse(stage, arrived, known)
             except ModelError as error:
-                exchange(json.dumps({"error": str(error)}).encode())
+                exchange(Found(None, frozenset(), why_unknown=str(error)).encoded())
                 raise
             exchange(found.encoded())
             return found

@@ -563,5 +563,5 @@ def changed_inside(unit: str) -> ModelError:
         f"A parameter of {unit} was changed in place while the model computed. Each rank would change it by its own "
         f"batch, and where parameters are gathered the change would be lost. Change parameters between steps, under "
         f"torch.no_grad(), or keep what a forward changes in a buffer. What the first forward sets by its batch, set "
-        f"by one before shard()."
+        f"by one before shard(). Some models have a setting without which they do not: config.rescale_every=0 for RWKV."
     )

@@ -234,7 +234,7 @@ class LoopCalls:
         self._begin(call, Op("F", number, stage), is_last=part + 1 == len(call.parts))
         inputs = call.parts[part]
         is_last = stage == self._last
-        is_known = kind in call.of_blocks if is_last else pipeline.forward_to[stage].knows(kind)
+        known = call.of_blocks.get(kind) if is_last else pipeline.forward_to[stage].known(kind)
         with self._on_timeline(f"F{number}@{stage}"):
             outputs, sent = pipeline.through(
                 stage,
@@ -243,7 +243,7 @@ class LoopCalls:
                 arrived,
                 lambda: self._staged.model(*inputs.args, **inputs.kwargs),
                 called=call.called,
-                share=Share(self._blocks if is_last else None, call.form, True, is_known),
+                share=Share(self._blocks if is_last else None, call.form, True, known),
                 carried=call.carried,
             )
         assert sent is not None

@@ -81,7 +81,7 @@ class Share(NamedTuple):
     """What all forwards of the call have in common: if one rank watches one of them, all do."""
     sends_others: bool = False
     """See `Passing`."""
-    is_known: bool = False
+    known: StageMessageLayout | None = None
     """See `Passing`; says nothing of what is computed."""
 
 
@@ -415,8 +415,7 @@ class Pipeline:
             return self.staged.model(*part.args, **part.kwargs)
 
         batch, to = op.micro_batch, self.forward_to.get(op.stage)
-        is_known = to is not None and to.knows(step.kinds[batch])
-        share = Share(is_known=is_known)
+        share = Share(known=None if to is None else to.known(step.kinds[batch]))
         return self.through(op.stage, batch, part, arrived, forward, share=share, carried=step.carried[batch])
 
     def through(
@@ -450,7 +449,7 @@ class Pipeline:
                 arrived,
                 called=called,
                 is_watched=is_new,
-                passing=Passing(sends, share.sends_others, carried, is_known=share.is_known),
+                passing=Passing(sends, share.sends_others, carried, known=share.known),
                 span=span,
             ),
             _NOTHING if self.views is None or not is_new else self.views.compared(called, pieces),

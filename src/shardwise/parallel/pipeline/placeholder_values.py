@@ -154,7 +154,7 @@ class Placeholders:
             f"{where} {does} {what} (a skip connection, or a sum over layers), which is not passed on to it. What "
             f"later stages read is found before the first step, by a forward on fake tensors.{because} Let the blocks "
             f"between take and return it too, say a sum that each adds to, or put the modules between which it is used "
-            f"in one stage: pipeline.stages."
+            f"in one stage: pipeline.stages. Or leave pp out of the mesh: zero3 shards the parameters of any model."
         )
 
     def _of(self, description: Any, results: Iterator[Result]) -> Any:

@@ -19,7 +19,7 @@ import torch
 
 from shardwise.comm import Collectives, Group, Work
 from shardwise.errors import ModelError
-from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
+from shardwise.parallel.pipeline.stage_messages import BY_SHAPES, Layout, StageMessage, StageMessageLayout
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ class Channel:
                 )
             raise ModelError(
                 f"A pipeline stage had outputs of {_shown(known)} for micro-batches like this one, and now of "
-                f"{_shown(layout)}. They must depend on the shapes of the batch only."
+                f"{_shown(layout)}. {BY_SHAPES}"
             )
         self.send(tensors, micro_batch)
 
@@ -96,6 +96,10 @@ class Channel:
 
     def knows(self, kind: Hashable) -> bool:
         return kind in self._layouts
+
+    def known(self, kind: Hashable) -> StageMessageLayout | None:
+        """The layout of messages of this `kind`, if one has been sent or has arrived."""
+        return self._layouts.get(kind)
 
     def send_once(self, tensors: Sequence[Tensor], layout: StageMessageLayout) -> None:
         """Send `tensors`, preceded by their layout, which is not remembered: for shapes that change with each call."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,9 +27,12 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.runtime import argument_tensors
 from shardwise.system.torch_private import tree_flatten, tree_unflatten, treespec_dumps
 
 Tensor = torch.Tensor
+Shapes = tuple[tuple[int, ...], ...]
+"""Of several tensors, sorted."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -38,6 +41,10 @@ DTYPES = {
     )
 }
 """Dtypes that can be sent."""
+BY_SHAPES = (
+    "They must depend on the shapes of the batch only. Where its values decide on them, as a mask that selects tokens "
+    "or an image that is left out does, let each micro-batch have as many of these, or leave pp out of the mesh."
+)
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype})
 """Types without anything in them."""
 
@@ -113,6 +120,27 @@ class StageMessageLayout:
             if plain is not None and all(call == {"tensor": plain} for call in self.returned[name])
         }
 
+    @cached_property
+    def _shapes(self) -> dict[str, frozenset[Shapes]]:
+        """Those that each module has returned, in each of its calls."""
+        return {
+            name: frozenset(tuple(sorted(_shapes_in(call))) for call in calls) for name, calls in self.returned.items()
+        }
+
+    def require_same(self, name: str, value: Any) -> None:
+        """Raise `ModelError` if module `name` has returned tensors of other shapes than this layout says: later stages
+        make their stand-ins by it, and models compute with shapes."""
+        if not isinstance(value, Tensor | tuple | list | dict):
+            return
+        found = [tuple(one.shape) for one in argument_tensors(value) if one.dtype in DTYPES.values()]
+        shapes = tuple(sorted(found))
+        known = self._shapes.get(name)
+        if known is not None and shapes not in known:
+            raise ModelError(
+                f"{name} returned tensors of shapes {_listed(next(iter(known)))} for micro-batches like this one, and "
+                f"now of {_listed(shapes)}. {BY_SHAPES}"
+            )
+
     @property
     def num_bytes(self) -> int:
         return bytes_of(self.tensors)
@@ -121,6 +149,23 @@ class StageMessageLayout:
     def gradient_bytes(self) -> int:
         """Of the gradients that are sent back in training."""
         return bytes_of([one for one in self.tensors if one.has_grad])
+
+
+def _shapes_in(description: Any) -> Iterator[tuple[int, ...]]:
+    """Those of the tensors in a description (see `described`)."""
+    if isinstance(description, list):
+        for one in description:
+            yield from _shapes_in(one)
+    elif isinstance(description, dict):
+        for kind, inner in description.items():
+            if kind == "tensor" and isinstance(inner, list):
+                yield tuple(inner[0])
+            else:
+                yield from _shapes_in(inner)
+
+
+def _listed(shapes: Shapes) -> str:
+    return " and ".join(str(list(shape)) for shape in shapes) or "no tensor"
 
 
 def bytes_of(tensors: Iterable[Layout]) -> int:

@@ -115,8 +115,8 @@ class Passing:
     carried: Carried = NOTHING
     wanted: set[str] | None = None
     """In a survey: receives the names of the results of earlier stages that this one reads."""
-    is_known: bool = False
-    """Whether the next stage has been told the layout of what it gets, and what modules have returned."""
+    known: StageMessageLayout | None = None
+    """What the next stage has been told of what it gets, and of what modules have returned."""
 
 
 @dataclass
@@ -488,7 +488,7 @@ class StagedModel:
         why = passing.carried.why_unknown
         stand_ins = Placeholders(stage, self._names, first, arrived, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
-        is_asked = not passing.is_known and last + 1 < len(self._names)
+        is_asked = passing.known is None and last + 1 < len(self._names)
         notes_returns = is_asked or is_watched or bool(passing.carried.readers) or passing.wanted is not None
         has_received = arrived is not None and bool(arrived.tensors)
         now = _Running(
@@ -618,7 +618,11 @@ class StagedModel:
     def _returned(self, number: int, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # torch's
         """Forward hook of the modules of a stage: later stages make stand-ins for what they return."""
         now, name = self._running_stage, self._names[number]
-        if now is None or not (now.is_in_forward and now.notes_returns) or self._is_at_home(number, now):
+        if now is None or not now.is_in_forward or self._is_at_home(number, now):
+            return
+        if now.passing.known is not None:
+            now.passing.known.require_same(name, output)
+        if not now.notes_returns:
             return
         calls, tensors = now.returned.setdefault(name, []), list[Tensor]()
         calls.append(described(output, tensors))

@@ -4,8 +4,9 @@
 run their stages once on fake tensors, one after the other, each given the layouts of the one before and stand-ins for
 all that earlier modules have returned. Every operation is followed (`dependence.py`). What a stage reads of stand-ins,
 in what its modules and the loss return or the next stage is called with, has to be carried to it: see [Note: results
-that are carried]. A survey needs no memory and draws no random numbers. A model that cannot run on fake tensors passes
-on the arguments of each stage's first module alone, and is refused if that is not enough.
+that are carried]. A survey needs memory for the batch alone, and draws no random numbers. A model that cannot run on
+fake tensors passes on the arguments of each stage's first module, and what was seen to be read until then, and is
+refused if that is not enough.
 """
 
 from __future__ import annotations
@@ -44,24 +45,19 @@ class Found:
     wanted: frozenset[str]
     mixing: str = ""
     """The function by which it mixes samples, if that was asked for and one was seen."""
+    why_unknown: str = ""
+    """Why it was followed no further, if it was not."""
 
     def encoded(self) -> bytes:
         """As a message."""
         layout = None if self.handed_over is None else self.handed_over.encoded().decode()
-        return json.dumps({"layout": layout, "wanted": sorted(self.wanted), "mixing": self.mixing}).encode()
+        return json.dumps([layout, sorted(self.wanted), self.mixing, self.why_unknown]).encode()
 
     @classmethod
     def of_encoded(cls, message: bytes) -> Found:
-        """Raises `ModelError` if the stage could not be surveyed."""
-        told = json.loads(message)
-        if "error" in told:
-            raise ModelError(told["error"])
-        layout = told["layout"]
-        return cls(
-            None if layout is None else StageMessageLayout.of_encoded(layout.encode()),
-            frozenset(told["wanted"]),
-            told["mixing"],
-        )
+        layout, wanted, mixing, why_unknown = json.loads(message)
+        handed_over = None if layout is None else StageMessageLayout.of_encoded(layout.encode())
+        return cls(handed_over, frozenset(wanted), mixing, why_unknown)
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,8 @@ class Surveyor:
                 return Found.of_encoded(self.exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
             try:
                 found = own_stages().found(stage, span, arrived)
-            except ModelError as error:
-                self.exchange(json.dumps({"error": str(error)}).encode())
-                raise
+            except ModelError as error:  # it cannot be copied
+                found = Found(None, frozenset(), why_unknown=str(error))
             self.exchange(found.encoded())
             return found
 
@@ -137,7 +132,8 @@ class _OwnStages:
             self._forwards.rehearse(lambda twin, *_: twin.copied(own).attach())
 
     def found(self, stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
-        """What a forward of one stage on fake tensors hands over and reads."""
+        """What a forward of one stage on fake tensors hands over and reads, as far as it can be followed: a loss may
+        match what was predicted with what is right by its values, after all modules have run."""
         surveyor, part, num_samples = self._surveyor, self._part, self._num_samples
         mixed = None if num_samples is None else MixedSamples(num_samples)
         wanted: set[str] = set()
@@ -164,7 +160,10 @@ class _OwnStages:
             if mixed is not None and states is not None:
                 mixed.found = mixed.found or states.changed()
 
-        self._forwards.rehearse(run)
+        try:
+            self._forwards.rehearse(run)
+        except ModelError as error:
+            return Found(None, frozenset(wanted), why_unknown=str(error))
         return Found(None if is_last else layouts[0], frozenset(wanted), "" if mixed is None else mixed.found)
 
 
@@ -177,13 +176,12 @@ def carried(
     arrived: StageMessageLayout | None = None
     mixing = ""
     for place, (stage, span) in enumerate(shares):
-        try:
-            found = find(stage, span, arrived)
-        except ModelError as error:
-            return Carried(why_unknown=str(error))
+        found = find(stage, span, arrived)
         arrived = found.handed_over
         for result in sorted(filter(None, map(Result.of, found.wanted))):
             readers[result] = numbers[result.module], span[0]
+        if found.why_unknown:
+            return Carried(readers, found.why_unknown)
         if found.mixing and not mixing and place + 1 < len(shares):
             mixing = f"{found.mixing} in stage {stage} ({', '.join(layout.pieces[span[0] : span[1] + 1])})"
     return Carried(readers, mixing=mixing)

@@ -152,14 +152,15 @@ class ViewCheck:
                 return
             handle.remove()
             unsplit.train(module.training)
-            problem, expected = "", []
+            problem, expected, is_all = "", list[Step](), False
             try:
                 if _looks(units, line):
-                    expected = _steps(unsplit, (), args, kwargs, device, compute)
-                    problem = difference(expected, _steps(module, units, args, kwargs, device, compute), self._parts)
+                    expected, is_all = _steps(unsplit, (), args, kwargs, device, compute)
+                    found, _ = _steps(module, units, args, kwargs, device, compute)
+                    problem = difference(expected if is_all else expected[: len(found)], found, self._parts)
             except _FailedError as failed:
-                problem = failed.reason(expected, self._parts)
-            except ModelError:  # the model reads values, so it cannot be checked
+                problem = failed.reason(expected, self._parts, is_all=is_all)
+            except ModelError:  # the model cannot be copied
                 pass
             problems = [message.decode() for message in line.exchange(problem.encode())]
             if any(problems):
@@ -243,8 +244,10 @@ class StageViews:
         unsplit = self._unsplit.get_submodule(above)
         unsplit.train(called.training)
         try:
-            steps = _steps(unsplit, (), *given[0], self._device, self._compute)
+            steps, is_all = _steps(unsplit, (), *given[0], self._device, self._compute)
         except ModelError:
+            return None
+        if not is_all:
             return None
         prefix = f"{above}." if above else ""
         steps = [replace(step, path=f"{prefix}{step.path}" if step.path else above) for step in steps]
@@ -354,26 +357,27 @@ def _steps(
     kwargs: dict[str, Any],
     device: torch.device,
     compute: Dtype,
-) -> list[Step]:
-    """The steps of a forward of `model` that shapes decide on. Raises `ModelError` if it reads values."""
+) -> tuple[list[Step], bool]:
+    """The steps of a forward of `model` that shapes decide on, and whether these are all, or those up to where it needs
+    values that a rehearsal does not have. Raises `ModelError` if it cannot be copied."""
     from shardwise.runtime.micro_batches import MicroBatch
     from shardwise.runtime.rehearsal import rehearse_forward  # only jobs with a plan of their own for tp load it
 
     found: list[Step] = []
+    is_all = [True]
 
     def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with ExitStack() as hooks, _Record(found, _followed(twin.model, hooks), twin.model) as record:
             try:
                 twin.model(*args, **kwargs)
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                raise  # a rehearsal has no values to read, however many features there are
-            except _FAILURES as error:
-                if units:
+            except Exception as error:
+                is_read = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+                if units and not is_read and isinstance(error, _FAILURES):
                     raise _FailedError(record.path, error, found) from error
-                raise
+                is_all[0] = False
 
     rehearse_forward(run, model, units, MicroBatch(args, kwargs), device=device, compute=compute)
-    return found
+    return found, is_all[0]
 
 
 class _FailedError(ModelError):
@@ -390,10 +394,11 @@ class _FailedError(ModelError):
         )
         self._found = found
 
-    def reason(self, expected: Sequence[Step], parts: Collection[int]) -> str:
+    def reason(self, expected: Sequence[Step], parts: Collection[int], *, is_all: bool = True) -> str:
         """The first step before that is not as `expected`, as `q, k, v = x.split(...)` takes too few parts; or the
-        error itself."""
-        return difference(expected[: len(self._found)], self._found, parts) or str(self)
+        error itself, unless the unsplit model could be followed no further either (`is_all`)."""
+        because = str(self) if is_all or len(self._found) < len(expected) else ""
+        return difference(expected[: len(self._found)], self._found, parts) or because
 
 
 def _looks(units: Sequence[Unit], line: Line) -> bool:

@@ -102,9 +102,10 @@ class _Recomputation:
     def __enter__(self) -> None:
         norms = [norm for norm in self._norms if norm.training]
         self._before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
-        self._inside = ExitStack()
-        for around in self._around:
-            self._inside.enter_context(around())
+        with ExitStack() as entered:  # which are left again if a later one cannot be entered
+            for around in self._around:
+                entered.enter_context(around())
+            self._inside = entered.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._inside.__exit__(*error)

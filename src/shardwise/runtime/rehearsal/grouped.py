@@ -12,7 +12,7 @@ once per process, with enough products to give a figure; this takes a tenth of a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -35,8 +35,8 @@ class GroupedProducts(Integers):
     """Above a `FakeTensorMode`: computes shapes of grouped products in all dtypes, of which torch's own fake kernel has
     bf16 only, and else what `Integers` does: every mode takes a twentieth of a rehearsal's time."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, floats: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__(floats)
         self.narrow: torch.dtype | None = None
         """The dtype of a product in bf16 or fp16, if there was one."""
         self.has_convolved = False

@@ -12,31 +12,31 @@ from shardwise import errors
 from shardwise.errors import ModelError
 from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
-WITHOUT_ONE = (
-    "leave the batch away, and activations will not be counted; or, where a plan is searched for, name a preset."
+WITHOUT_BATCH = (
+    "leave the batch away, and activations will not be counted; or, where a plan is searched for, name a preset"
 )
 LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(errors.__file__).parent)
 
 
-def refusal(error: Exception, model: nn.Module) -> ModelError:
-    """The `ModelError` for an exception of `model` on tensors without values."""
+def refusal(error: Exception, model: nn.Module, instead: str = "") -> ModelError:
+    """The `ModelError` for an exception of `model` on tensors without values. `instead`: what else can be done."""
     name, place = type(model).__name__, _place(error)
+    or_else = f"; or {instead}" if instead else ""
     if isinstance(error, DataDependentOutputException):
         return ModelError(
             f"{name} cannot be rehearsed: {place} asks for the value of a tensor, and in a rehearsal tensors have "
-            f"shapes but no values. Decide there by shapes, or by a Python value that the model is given; or "
-            f"{WITHOUT_ONE}"
+            f"shapes but no values. Decide there by shapes, or by a Python value that the model is given{or_else}."
         )
     if isinstance(error, DynamicOutputShapeException):
         return ModelError(
             f"{name} cannot be rehearsed: at {place} the values of a tensor decide how large another one is "
             f"({error.func}), and in a rehearsal tensors have no values. Select by a mask or a fixed number of "
-            f"elements there; or {WITHOUT_ONE}"
+            f"elements there{or_else}."
         )
     return ModelError(
         f"{name} could not be rehearsed on this batch: at {place} {type(error).__name__}: {error}. In a rehearsal "
-        f"tensors have shapes but no values. See whether the model itself takes this batch; if it does, "
-        f"{WITHOUT_ONE}"
+        f"tensors have shapes but no values. See whether the model itself takes this batch"
+        f"{f'; if it does, {instead}' if instead else ''}."
     )
 
 

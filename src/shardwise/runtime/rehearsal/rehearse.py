@@ -39,7 +39,7 @@ from shardwise.runtime.rehearsal.grouped import GroupedProducts
 from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.kernel_memory import OfAccelerators
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
-from shardwise.runtime.rehearsal.refusal import refusal
+from shardwise.runtime.rehearsal.refusal import WITHOUT_BATCH, refusal
 from shardwise.runtime.rehearsal.twin import Twin, TwinFlat, TwinGradients
 from shardwise.runtime.split_backward import Halves
 from shardwise.system.telemetry import Ledger
@@ -205,7 +205,7 @@ def rehearse_work(  # noqa: PLR0913  # likewise
             except ModelError:
                 raise
             except Exception as error:
-                raise refusal(error, model) from error
+                raise refusal(error, model, WITHOUT_BATCH) from error
             if not stage.is_wiser:
                 break
     process_bytes = process_bytes_for(compute) + products.kernel_bytes if on_cpu else 0
@@ -250,11 +250,12 @@ class RehearsedForwards:
         self._model, self._compute = model, compute
         self._mode = _fake()
         with _computing_nothing(self._mode):
-            self.twin, self._given = _copies(model, units, (batch.args, batch.kwargs), device)
+            self.twin, self._given = _copies(model, units, (batch.args, batch.kwargs), device, keeps_floats=True)
 
     def rehearse(self, run: Callable[[Twin, tuple[Any, ...], dict[str, Any]], object]) -> None:
         """Let `run` call the copy of the model. It gets arguments like those of `batch`."""
-        with _computing_nothing(self._mode), GroupedProducts():
+        known = [one for one in tree_leaves(self._given) if type(one) is torch.Tensor]
+        with _computing_nothing(self._mode), GroupedProducts(known):
             args, kwargs = _cast(self._given, self._compute)
             try:
                 with torch.no_grad():
@@ -304,10 +305,13 @@ def _copies(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     device: torch.device,
     ledger: Ledger | None = None,
+    *,
+    keeps_floats: bool = False,
 ) -> tuple[Twin, tuple[tuple[Any, ...], dict[str, Any]]]:
     """The twin of `model`, and arguments like those given. Both need no other mode, in which they would take longer."""
     twin = Twin(model, units, device, ledger)
-    given = {id(leaf): like(leaf, device) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    given = {id(leaf): like(leaf, device, keeps_floats=keeps_floats) for leaf in tensors}
     return twin, tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], arguments)
 
 
