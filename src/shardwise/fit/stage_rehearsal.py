@@ -8,7 +8,6 @@ forward of each stage in turn. This is also a survey of what stages read of earl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -198,13 +197,7 @@ class StageRehearsal:
                     return Found.of_encoded(answer)
                 except ModelError as error:
                     raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {error}") from None
-            try:
-                found = self.rehearse(stage, arrived, known)
-            except ModelError as error:
-                exchange(json.dumps({"error": str(error)}).encode())
-                raise
-            exchange(found.encoded())
-            return found
+            return Found.sent(exchange, lambda: self.rehearse(stage, arrived, known))
 
         rehearse_stages(self.staged.layout, rehearse)
         return self.rank.activations

@@ -51,6 +51,17 @@ class Found:
         return json.dumps({"layout": layout, "wanted": sorted(self.wanted), "mixing": self.mixing}).encode()
 
     @classmethod
+    def sent(cls, exchange: Exchange, find: Callable[[], Found]) -> Found:
+        """What `find()` finds, sent to the other ranks. If it raises `ModelError`, they all do."""
+        try:
+            found = find()
+        except ModelError as error:
+            exchange(json.dumps({"error": str(error)}).encode())
+            raise
+        exchange(found.encoded())
+        return found
+
+    @classmethod
     def of_encoded(cls, message: bytes) -> Found:
         """Raises `ModelError` if the stage could not be surveyed."""
         told = json.loads(message)
@@ -99,13 +110,7 @@ class Surveyor:
         def find(stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
             if stage not in self.staged.stages:
                 return Found.of_encoded(self.exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
-            try:
-                found = own_stages().found(stage, span, arrived)
-            except ModelError as error:
-                self.exchange(json.dumps({"error": str(error)}).encode())
-                raise
-            self.exchange(found.encoded())
-            return found
+            return Found.sent(self.exchange, lambda: own_stages().found(stage, span, arrived))
 
         return carried(self.staged.layout, shares, find)
 
