@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwise.elastic.layouts import Layout, Source, Sources
-from shardwise.elastic.state_image import TORN, copy_by_rows
+from shardwise.elastic.state_image import TORN, copy_bytes
 from shardwise.errors import StateError
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -85,10 +85,11 @@ def test_what_ranks_of_other_stages_keep_is_known_to_all(seen_by: str) -> None:
     assert left(0, 1, 2).newest([{4, 5}] * 3, [{}, {3: [WHOLE]}, {}]) == (5, {3: 1})
 
 
+@pytest.mark.parametrize("by_rows", [True, False, None])
 @pytest.mark.parametrize("num_bytes", [0, 1, 2**20 - 1, 2**20, 2**20 + 64, 5 * 2**19 + 3])
-def test_bytes_that_are_copied_by_rows_are_all_copied(num_bytes: int) -> None:
+def test_bytes_are_all_copied_by_rows_and_at_once(num_bytes: int, by_rows: bool | None) -> None:
     source = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
     target = np.zeros(num_bytes + 64, np.uint8)
-    copy_by_rows(target[:num_bytes], source)
+    copy_bytes(target[:num_bytes], source, by_rows=by_rows)
     assert (target[:num_bytes] == source).all()
     assert not target[num_bytes:].any()

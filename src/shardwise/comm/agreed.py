@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,3 +62,10 @@ def agreed(
             failure = Failure(rank, kinds[kind], text)
             raise failure.kind(worded(failure)) from cause
     told.by_rank = [one["told"] for one in messages]
+
+
+def raise_first(problems: Iterable[bytes], kind: type[ShardwiseError]) -> None:
+    """Raise, as `kind`, the first of the `problems` that ranks have sent each other; those that have none send nothing.
+    For ranks that have problems in words, and on lines; what raises by itself is for `agreed`."""
+    if problem := next(filter(None, problems), b""):
+        raise kind(problem.decode())

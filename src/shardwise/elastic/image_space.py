@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.comm import World
+from shardwise.comm.agreed import raise_first
 from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import CommError, StateError, TierError
 from shardwise.system.machine import memory_here
@@ -54,7 +55,7 @@ def make_images(world: World, make: Callable[[], object], *, lets_in: bool) -> N
     """
     refusals = world.exchange(why_no_space(make).encode(), "space for images")
     try:
-        raise_first(refusals)
+        raise_first(refusals, StateError)
     except StateError as error:
         if lets_in:
             raise CommError(f"Nobody could join: {error}") from error
@@ -70,16 +71,10 @@ def why_no_space(make: Callable[[], object]) -> str:
     return ""
 
 
-def raise_first(refusals: list[bytes]) -> None:
-    """Raise the reason of the first rank that has one."""
-    if refusal := next(filter(None, refusals), b""):
-        raise StateError(refusal.decode())
-
-
 def share_wishes(world: World, subject: str, refusal: str, *, wants: bool) -> bool:
     """Whether any rank `wants` something. All ranks call, and all raise the first `refusal` there is."""
     received = world.exchange(f"{'1' if wants else ''}{refusal}".encode(), subject)
-    raise_first([one.removeprefix(b"1") for one in received])
+    raise_first((one.removeprefix(b"1") for one in received), StateError)
     return any(one.startswith(b"1") for one in received)
 
 

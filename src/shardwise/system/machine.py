@@ -11,6 +11,7 @@ import platform
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -106,6 +107,13 @@ def _processor() -> str:
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
     return next(names, "") or platform.processor() or platform.machine()
+
+
+@cache
+def processor_vendor() -> str:
+    """In the processor's own words, such as `AuthenticAMD`; empty if it has none."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def host_memory() -> Memory:

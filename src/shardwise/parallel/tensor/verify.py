@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import DataGroup, World
+from shardwise.comm.agreed import raise_first
 from shardwise.errors import ConfigError, ModelError
 from shardwise.parallel.tensor.forwards import keeps_whole_sequences
 from shardwise.parallel.tensor.generators import draws
@@ -86,9 +87,7 @@ class Verifier:
             has_compared_whole = bool(split.blocks) and keeps_whole_sequences(module)
             if problem or not has_compared_whole:
                 self.close()
-            problems = [message.decode() for message in world.exchange(problem.encode(), "verify")]
-            if any(problems):
-                raise ModelError(next(filter(None, problems)))
+            raise_first(world.exchange(problem.encode(), "verify"), ModelError)
 
         self._handles += _record_outputs(model, self._found, lambda: bool(given))
         self._handles.append(model.register_forward_pre_hook(hook(before), with_kwargs=True))

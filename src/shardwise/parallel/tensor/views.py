@@ -36,6 +36,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import Line
+from shardwise.comm.agreed import raise_first
 from shardwise.errors import CommError, CorruptionError, ModelError, StateError, TierError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
@@ -162,9 +163,7 @@ class ViewCheck:
                 problem = failed.reason(expected, self._parts, is_all=is_all)
             except ModelError:  # the model cannot be copied
                 pass
-            problems = [message.decode() for message in line.exchange(problem.encode())]
-            if any(problems):
-                raise ModelError(next(filter(None, problems)))
+            raise_first(line.exchange(problem.encode()), ModelError)
 
         handle = model.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True)
         return handle.remove
@@ -229,9 +228,7 @@ class StageViews:
                     raise ModelError(failed.reason(expected, self._parts)) from error
         expected = self._expected(called, pieces, given) if self._looks else None
         problem = difference(expected or [], _of(pieces, found), self._parts)
-        problems = [message.decode() for message in self._line.exchange(problem.encode())]
-        if any(problems):
-            raise ModelError(next(filter(None, problems)))
+        raise_first(self._line.exchange(problem.encode()), ModelError)
 
     def _expected(
         self, called: nn.Module, pieces: Sequence[str], given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
