@@ -98,6 +98,9 @@ class Twin:
             for hooks in _hooks_of(module):
                 theirs = [(key, hook) for key, hook in hooks.items() if not is_own(hook)]
                 self._memo[id(hooks)] = OrderedDict(theirs)
+            for kept in vars(module).values():
+                if type(kept) is OrderedDict and not kept:  # as most of the nine that each module has: hooks of a kind
+                    self._memo.setdefault(id(kept), OrderedDict())  # `copy` takes ten times as long
         try:
             copied = copy.deepcopy(model, self._memo)
             for module in copied.modules():
