@@ -110,9 +110,12 @@ def test_the_pages_are_read() -> None:
     assert len(plans()) >= 16
 
 
-@pytest.mark.parametrize("line", LINES, ids=str)
-def test_its_options_are_known(line: Line) -> None:
-    command_parser(line.words[0]).parse_args(list(line.words[1:]))  # else SystemExit
+def test_their_options_are_known() -> None:
+    for line in LINES:
+        try:
+            command_parser(line.words[0]).parse_args(list(line.words[1:]))
+        except SystemExit:  # it has said why
+            pytest.fail(str(line))
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.words[0] in STARTS_NOTHING], ids=str)

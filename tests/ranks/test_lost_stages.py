@@ -21,6 +21,7 @@ from shardwise.elastic.layouts import Layout
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.staged_model import Carried, Surveys
 from shardwise.parallel.pipeline.survey import Surveyor
+from shardwise.system.torch_private import FakeTensorMode, dispatch_modes
 from shardwise.testing import run_ranks
 from tests.patience import PATIENCE
 from tests.ranks.lost_groups import AXES, NUM_STEPS, PRESETS, ROWS, DiesBefore, Layers, race, trained_alone
@@ -59,20 +60,28 @@ def test_a_spare_lets_go_of_memory_that_others_still_read(tmp_path: Path, monkey
 
 
 def test_stages_that_stay_are_not_surveyed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But with a rank that joins, which knows nothing."""
+    """But with a rank that joins, which knows nothing. None copies the parameters that wait for other stages to be put
+    back."""
     surveys: Counter[str] = Counter()
-    survey = Surveyor.survey
+    survey, copied, copies = Surveyor.survey, nn.Parameter.__deepcopy__, list[str]()
 
     def counted(self: Surveyor, *given: Any, **more: Any) -> Any:
         surveys[threading.current_thread().name] += 1
         return survey(self, *given, **more)
 
+    def noted(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+        if any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes()):
+            copies.append(threading.current_thread().name)
+        return copied(self, memo)
+
     monkeypatch.setattr(Surveyor, "survey", counted)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", noted)
     race("pp", "zero1", DiesBefore(2, 2, "message of gradient 0"), tmp_path)
     assert surveys == dict.fromkeys((f"member {member}" for member in range(4)), 1)
     surveys.clear()
     race("pp", "zero1", DiesBefore(2, 2, "message of gradient 0"), tmp_path, num_newcomers=1, least=4)
     assert surveys == {"member 0": 1, "member 1": 1, "member 2": 1, "member 3": 2, "member 4": 1}
+    assert max(Counter(copies).values(), default=0) <= 2, "one of each dtype for each survey"
 
 
 def test_of_a_survey_that_was_interrupted_none_knows_more_than_the_others() -> None:

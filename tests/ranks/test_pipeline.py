@@ -15,6 +15,8 @@ from twins import Run, adamw, assert_alike, at_once, ranks_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from shardwise.parallel.pipeline.placeholder_values import TensorFacts
+from shardwise.parallel.pipeline.staged_model import StagedModel
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder
@@ -216,6 +218,19 @@ def test_a_model_may_checkpoint_its_own_blocks(reentrant: bool, schedule: str) -
         return engine.rehearse(tuple(tensor[:2] for tensor in data[0])).by_kind["activations"]
 
     assert all(work_on_ranks(2, work, full, model))
+
+
+def test_nothing_stands_in_for_parameters_of_other_stages_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first forwards, which are looked through: a large model has thousands of them."""
+    stand_in_for, made = StagedModel.stand_in_for, list[str]()
+
+    def noted(self: StagedModel, facts: TensorFacts) -> torch.Tensor:
+        made.append(facts.name)
+        return stand_in_for(self, facts)
+
+    monkeypatch.setattr(StagedModel, "stand_in_for", noted)
+    ranks_run(Decoder(), batches(2, 8), {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}, train=at_once())
+    assert not made
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])

@@ -8,6 +8,7 @@ import math
 import pickle
 import statistics
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,13 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import run_ranks
-from tests.models import Decoder
+from tests.models import Decoder as Blocks
 from tests.thorough import sampled
 
 pytestmark = sampled
 
 Tensor = torch.Tensor
+Decoder = partial(Blocks, num_blocks=3)  # of which one stage has several
 Term = Callable[[nn.Module], Any]
 PRESETS = ["zero1", "zero3"]
 
@@ -437,7 +439,7 @@ def by_torch(average: nn.Module, model: nn.Module) -> None:
 PAIRS = [averaged, averaged_by_data, averaged_at_once, pulled, copied_back, by_torch]
 
 
-@pytest.mark.parametrize("build", [Chain, Decoder], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [Chain, Blocks], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.__name__)
 def test_copies_that_are_paired_by_order_are_refused(pair: Callable[..., None], build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -622,5 +624,5 @@ def test_hooks_of_a_loop_run_where_the_module_is() -> None:
             return seen_in(models[world.rank])
 
     first, second = run_ranks(2, rank)
-    assert (first.keys(), second.keys()) == ({0, 1}, {2, 3})
+    assert sorted(map(len, (first, second))) == [1, 2], "blocks, each of one stage"
     torch.testing.assert_close({**first, **second}, seen_in(plain), rtol=1e-4, atol=1e-4)

@@ -35,6 +35,7 @@ class Watching:
         if_forward_communicates: str,
     ) -> None:
         self._model = model
+        self._modules = dict(model.named_modules())
         self._if_forward_communicates = if_forward_communicates
         self._units: Sequence[Unit] = gathering.units
         self._gathering = gathering
@@ -137,9 +138,13 @@ class Watching:
         """`fully_shard` and `parallelize_module` put their parameters where modules keep them, past what `nn.Module`
         asks; those of the former are plain ones while it has gathered them."""
         fsdp = sys.modules.get("torch.distributed.fsdp")
-        spread = [name for name, param in self._model.named_parameters() if is_distributed(param)]
-        if fsdp is not None:
-            spread += [name for name, module in self._model.named_modules() if isinstance(module, fsdp.FSDPModule)]
+        spread = []
+        for name, module in self._modules.items():
+            # Those of another pipeline stage would make stand-ins for their parameters, if they were asked otherwise.
+            params = [param for param in dict.values(module._parameters) if param is not None]
+            is_of_fsdp = fsdp is not None and isinstance(module, fsdp.FSDPModule)
+            if is_of_fsdp or any(map(is_distributed, params)):
+                spread.append(name)
         if spread:
             raise ModelError(
                 f"Another library has spread {spread[0] or 'the model'} over ranks after shard() (fully_shard, "

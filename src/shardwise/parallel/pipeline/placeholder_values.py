@@ -41,6 +41,10 @@ class TensorFacts(NamedTuple):
     requires_grad: bool
     is_param: bool
 
+    def __deepcopy__(self, _: dict[int, Any]) -> TensorFacts:
+        """Nothing in it changes, and a copy for a rehearsal has those of all other stages."""
+        return self
+
 
 class Placeholders:
     """The stand-ins of one forward of a stage. `pieces` are the modules of all stages, in order, and `first` is the
