@@ -339,12 +339,12 @@ def test_uneven_stages_are_bounded_by_what_each_of_them_has() -> None:
     """The first ranks hold most micro-batches, and have fewer blocks than the last ones: less than an even share of
     what the whole model holds."""
     batch = tokens(2, length=64)
-    subject = ModelSubject(on_meta(Decoder, num_blocks=36, width=64), batch, H100, 96, WIDE, on_cpu=False)
+    subject = ModelSubject(on_meta(Decoder, num_blocks=24, width=64), batch, H100, 64, WIDE, on_cpu=False)
     size = subject.size("keep", None)
     bounds = Bounds(subject.base, H100, {("keep", None): size}, subject.blocks_by_rank)
-    candidate = Candidate("zero3", (("pp", 24), ("dp", 2)), 2, 24, "keep")
+    candidate = Candidate("zero3", (("pp", 16), ("dp", 2)), 2, 16, "keep")
     blocks = subject.blocks_by_rank(candidate)
-    assert (sum(blocks), min(blocks), max(blocks)) == (36, 1, 2)
+    assert (sum(blocks), min(blocks), max(blocks)) == (24, 1, 2)
     rough, exact = bounds.of(candidate), subject.evaluate(candidate).device_bytes
     assert 0.5 * exact < rough.device_bytes <= exact < rough.resting + size.row_bytes * candidate.rows
 
