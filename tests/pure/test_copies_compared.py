@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.comm import Exchange
 from shardwise.memory import Flat
 from shardwise.optim.precision import norm
 
@@ -28,7 +29,7 @@ def test_ranks_whose_parts_have_other_norms_agree(shared: float, monkeypatch: py
     flats: Any = [Listed()]
 
     def found_by(rank: int) -> frozenset[str]:
-        def own(flats: list[Flat], norm_type: float, exchange: norm.Exchange) -> list[float]:
+        def own(flats: list[Flat], norm_type: float, exchange: Exchange) -> list[float]:
             return norms[rank]
 
         monkeypatch.setattr(norm, "norms_of", own)

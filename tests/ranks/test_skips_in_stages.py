@@ -272,7 +272,7 @@ def test_shapes_that_values_decide_on_are_those_of_the_first_batch_or_refused(
     """Later stages know them of the first micro-batch of the same shapes alone: they computed with these."""
     data, plan = drawn(num_steps=2), {"stages": [["tokens", "down.*"], ["up.*", "head"]]}
     for part in (part for parts in data for part in parts):
-        part["x"][0, 0] = 2
+        part["x"][:, 0] = 2  # in all rows: a call is split along them
 
     def calls(engine: sw.Engine) -> list[float]:
         return [engine(**part).item() for part in data[0]]
@@ -286,7 +286,7 @@ def test_shapes_that_values_decide_on_are_those_of_the_first_batch_or_refused(
     found, model = results(), made(kind)
     if is_called:
         assert found[0] == pytest.approx([model(**part).item() for part in data[0]], rel=1e-5)
-    data[0][-1]["x"][0, 0] = 1
+    data[0][-1]["x"][:, 0] = 1
     with pytest.raises((ModelError, FaultError), match=r"down\.[01] returned tensors .* or leave pp out of the mesh"):
         results()
 

@@ -1,8 +1,8 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
 from shardwise.comm.collectives import Buffers, Collectives, Communicator
-from shardwise.comm.data_group import DataGroup, Exchange
-from shardwise.comm.group import Group, link_between
+from shardwise.comm.data_group import DataGroup, ExchangeOn
+from shardwise.comm.group import Exchange, Group, link_between
 from shardwise.comm.line import Line, Passing, Started
 from shardwise.comm.mixed_sums import add_to, put_scaled
 from shardwise.comm.same_batch import BatchCheck, require_same_batch
@@ -23,6 +23,7 @@ __all__ = [
     "DataGroup",
     "Done",
     "Exchange",
+    "ExchangeOn",
     "Group",
     "Host",
     "Journal",

@@ -20,7 +20,9 @@ from shardwise.plan.mesh import Mesh
 from shardwise.system.torch_private import FakeTensor
 
 
-class Exchange(Protocol):
+class ExchangeOn(Protocol):
+    """An `Exchange` that says what it is about."""
+
     def __call__(self, message: bytes, subject: str = "message") -> list[bytes]: ...
 
 
@@ -33,7 +35,7 @@ class DataGroup:
         ranks = mesh.among(world.rank, along)
         self._world = world
         self.group = world.everybody
-        self.exchange: Exchange = world.exchange
+        self.exchange: ExchangeOn = world.exchange
         """Every rank's message, by place in the group. All ranks of the group call, with the same `subject`; blocks."""
         self._axes = tuple(world.group(mesh, axis) for axis in along if mesh.size(axis) > 1)
         self._lines: tuple[Group, ...] = (self.group,)

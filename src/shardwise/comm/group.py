@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+Exchange = Callable[[bytes], list[bytes]]
+"""Exchanges messages between ranks: it is given this one's, and returns those of all, by place."""
 _MOST_LISTED = 16
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import Exchange
 from shardwise.errors import ModelError
 from shardwise.fit.counted_work import CountedWork
 from shardwise.fit.operations import Worked
 from shardwise.memory import Unit
 from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLayout, WeightGrads, most_under_way
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing
-from shardwise.parallel.pipeline.survey import Exchange, Found, carried, empty
+from shardwise.parallel.pipeline.survey import Found, carried, empty
 from shardwise.plan.placement import Dtype
 from shardwise.program import Activations, Moment
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule

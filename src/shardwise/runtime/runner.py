@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from shardwise.comm import Exchange, Group, SharedBuffers, World
+from shardwise.comm import ExchangeOn, Group, SharedBuffers, World
 from shardwise.errors import ModelError, StateError
 from shardwise.memory import Unit
 from shardwise.program import END_OF_BACKWARD, FlatSpec, Moment, UnitSpec
@@ -62,7 +62,7 @@ class Runner:
         model: nn.Module,
         units: Sequence[Unit],
         executor: Executor,
-        exchange: Exchange,
+        exchange: ExchangeOn,
         shared_buffers: Sequence[SharedBuffers],
         settings: Settings,
         heap: FreeHeap | None = None,

@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 import torch
 
+from shardwise.comm import Exchange
 from shardwise.errors import CorruptionError, ranks_in_words
 from shardwise.memory import Flat
 from shardwise.memory.tensor_checksum import checksum
@@ -26,7 +27,6 @@ from shardwise.program.verification import FLAG_BYTES, RECORD_BYTES, parting_axe
 from shardwise.runtime.corruption import Finding, Report, Where, culprits, judge
 
 Tensor = torch.Tensor
-Exchange = Callable[[bytes], list[bytes]]
 _HASH_BYTES = RECORD_BYTES // 2
 _WORDS = {
     "param": "parameter",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from shardwise.comm import Exchange
 from shardwise.errors import StateError
 from shardwise.memory import Flat
 from shardwise.optim import Piece
@@ -31,7 +32,6 @@ from shardwise.optim.precision import (
 from shardwise.runtime import Agreement, Runner
 
 Tensor = torch.Tensor
-Exchange = Callable[[bytes], list[bytes]]
 
 
 class Gradients:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from shardwise.comm import Exchange
 from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import Flat
-from shardwise.optim.precision.verdict import Exchange, copies_of, due_parts
+from shardwise.optim.precision.verdict import copies_of, due_parts
 
 _APART = 1e-2
 """Copies that compute the same differ only by rounding; gradients of parts of a split tensor differ arbitrarily."""

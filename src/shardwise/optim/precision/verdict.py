@@ -36,13 +36,12 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm import Collectives, Group, sum_small
+from shardwise.comm import Collectives, Exchange, Group, sum_small
 from shardwise.memory import Flat, torch_dtype
 from shardwise.optim.precision.late_float import LateFloat, Norm, root
 from shardwise.program import verdict_dtype, verdict_numel
 
 Tensor = torch.Tensor
-Exchange = Callable[[bytes], list[bytes]]
 """Sends a message to some ranks, and returns those of all of them."""
 _NEWS = 4096.0
 _LEFT, _HAS_NEWS, _READS, _SAME_MARKS = 1, 2, 4, 8

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.runtime import argument_tensors
 from shardwise.system.torch_private import tree_flatten, tree_unflatten, treespec_dumps
 
 Tensor = torch.Tensor
@@ -41,6 +40,7 @@ DTYPES = {
     )
 }
 """Dtypes that can be sent."""
+_SENT = frozenset(DTYPES.values())
 BY_SHAPES = (
     "They must depend on the shapes of the batch only. Where its values decide on them, as a mask that selects tokens "
     "or an image that is left out does, let each micro-batch have as many of these, or leave pp out of the mesh."
@@ -130,12 +130,12 @@ class StageMessageLayout:
     def require_same(self, name: str, value: Any) -> None:
         """Raise `ModelError` if module `name` has returned tensors of other shapes than this layout says: later stages
         make their stand-ins by it, and models compute with shapes."""
-        if not isinstance(value, Tensor | tuple | list | dict):
-            return
-        found = [tuple(one.shape) for one in argument_tensors(value) if one.dtype in DTYPES.values()]
-        shapes = tuple(sorted(found))
         known = self._shapes.get(name)
-        if known is not None and shapes not in known:
+        if known is None:
+            return
+        is_plain = type(value) is Tensor and value.dtype in _SENT  # as most are; the rest is described, as it was then
+        shapes = (tuple(value.shape),) if is_plain else tuple(sorted(_shapes_in(described(value))))
+        if shapes not in known:
             raise ModelError(
                 f"{name} returned tensors of shapes {_listed(next(iter(known)))} for micro-batches like this one, and "
                 f"now of {_listed(shapes)}. {BY_SHAPES}"

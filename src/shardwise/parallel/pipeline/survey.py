@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import Exchange
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
 from shardwise.parallel.pipeline.mixed_samples import MixedSamples, States
@@ -31,8 +32,6 @@ from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.runtime.rehearsal import Around, RehearsedForwards, Twin
 
-Exchange = Callable[[bytes], list[bytes]]
-"""Exchanges messages between the ranks of the pipeline; returns those of all ranks, by pipeline rank."""
 Shares = Sequence[tuple[int, Span]]
 """What runs one after the other: stages, or parts of one, with the numbers of their first and last modules."""
 

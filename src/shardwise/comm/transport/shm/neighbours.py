@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from shardwise.comm.group import Exchange
 from shardwise.comm.host_layout import Hosts
 from shardwise.comm.transport.shm.arena import Arena, Block
 from shardwise.comm.transport.shm.file import Mapping, SharedFile, bytes_of, forget, is_possible
@@ -25,7 +26,6 @@ from shardwise.comm.watch.liveness import Life, host_identity
 from shardwise.comm.work import LinkError
 
 Tensor = torch.Tensor
-Exchange = Callable[[bytes], list[bytes]]
 Found = TypeVar("Found")
 _LOOK_SECONDS = 0.05
 """How often a wait checks whether the other process is alive."""
