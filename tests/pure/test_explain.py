@@ -369,9 +369,10 @@ def test_what_ranks_of_a_host_read_in_place(capsys: pytest.CaptureFixture[str]) 
     assert shared["working"] < within["bytes"]["working"]
     assert {**shared, "working": 0, "total": 0} == {**within["bytes"], "working": 0, "total": 0}
     assert "bytes_in_shared_memory" not in apart, "each line has ranks of two hosts"
-    assert "bytes_in_shared_memory" not in told("zero2", "--per-host", "8"), "whole on every rank"
+    assert "bytes_in_shared_memory" not in told("ddp", "--per-host", "8"), "whole on every rank"
+    assert "bytes_in_shared_memory" in told("zero2", "--per-host", "8"), "others' gradients are not received"
     text = " ".join(said(capsys, "zero3", "--world", "8", "--per-host", "8").split())
-    assert "Where the 8 ranks of a host share memory (CPUs), parameters are read in place: working" in text
+    assert "share memory (CPUs), parameters and the others' gradients are read in place: working" in text
 
 
 def test_what_leaves_a_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -703,7 +704,7 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
     )
     assert gpipe["param"] < alone["param"]
     assert one_f_one_b["activations"] < gpipe["activations"]
-    assert gpipe["activations"] > 1.3 * one_f_one_b["activations"]
+    assert gpipe["activations"] > 1.2 * one_f_one_b["activations"]
     assert alone["activations"] < gpipe["activations"] < 4 * alone["activations"]
     cut = ["--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.linear: column_gathered}"]
     halves = as_json(capsys, *arguments, *cut)

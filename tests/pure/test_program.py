@@ -22,6 +22,7 @@ from shardwise.program import (
     BEFORE_STEP,
     EFFECTS,
     END_OF_BACKWARD,
+    LEAST_APART_BYTES,
     NUM_KEPT_BLOCKS,
     Action,
     Activations,
@@ -32,10 +33,12 @@ from shardwise.program import (
     Held,
     Mark,
     Moment,
+    PlacedUpdate,
     Program,
     StepProgram,
     Trace,
     UnitSpec,
+    Update,
     build_pass,
     check,
     ends_of_messages,
@@ -47,8 +50,9 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.program.action import COPYING, Edge, Phase, Stream
-from shardwise.program.footprint import HEAP_GAPS
+from shardwise.program.footprint import GAP_BYTES
 from shardwise.program.low_rank import MESSAGE_OF_GRADIENTS
+from shardwise.system.heap import HEAP_BLOCK_BYTES
 from tests.thorough import drawn, varies
 
 # --- text --------------------------------------------------------------------------------------------
@@ -615,14 +619,16 @@ def test_gradients_that_stay_where_they_are_made_count_once_they_have_come() -> 
     trace = straight_trace(units)
     name, half, whole = unit.flats[0].name, NUMEL // 2 * 4, NUMEL * 4
 
-    def held(*beside: int, is_known: bool = True, num_micro_batches: int = 1) -> Footprint:
-        """With the most bytes beside gradients before the first, the second, and after both have come."""
+    def held(*beside: int, is_known: bool = True, num_micro_batches: int = 1, come: int = 0) -> Footprint:
+        """With the most bytes beside gradients before the first, the second, and after both have come; so many bytes as
+        `come` are freed after the moment behind them."""
         awaited = [((name, numel),) for numel in (NUMEL, NUMEL // 2, 0)]
         peaks = tuple(map(Held, beside, awaited)) if is_known else ()
         marks = {moment: Mark(moment, 0, 0) for moment in (*trace, END_OF_BACKWARD)}
         before, after = (Moment(edge, "backward", unit.name) for edge in ("before", "after"))
         marks[before] = Mark(before, 0, beside[0], awaited=awaited[0] if is_known else ())
-        marks[after] = Mark(after, max(beside), 0, peaks=peaks)
+        marks[after] = Mark(after, max(beside), come, peaks=peaks, come_bytes=come)
+        marks[END_OF_BACKWARD] = Mark(END_OF_BACKWARD, come, 0, peaks=(Held(0, ()),) if come else ())
         found = plan_step(units, trace).footprint(
             activations=Activations(tuple(marks.values())), states_per_param=0, num_micro_batches=num_micro_batches
         )
@@ -630,7 +636,7 @@ def test_gradients_that_stay_where_they_are_made_count_once_they_have_come() -> 
 
     most = 10 * NUMEL
     assert held(most, 5 * NUMEL, 0).total == most
-    assert held(most, 9 * NUMEL, 0).total == 9 * NUMEL + half
+    assert held(most, 9 * NUMEL, 0).total == held(most, 9 * NUMEL, 0, come=2 * whole).total == 9 * NUMEL + half
     assert held(most, 9 * NUMEL, 8 * NUMEL).total == 8 * NUMEL + whole
     assert (held(most, 9 * NUMEL, 0).activations, held(most, 9 * NUMEL, 0).grad) == (9 * NUMEL, half)
     assert held(most, 9 * NUMEL, 0, is_known=False).total == most + whole
@@ -654,7 +660,7 @@ def test_what_freed_activations_leave_in_the_heap_is_promised() -> None:
         activations = Activations(marks, 7, peak_heap_bytes=heap_bytes)
         return plan_step(units, trace).footprint(activations=activations, states_per_param=0)
 
-    without, beside, gaps = foreseen(0, 0), foreseen(heap, 0), int(HEAP_GAPS * heap)
+    without, beside, gaps = foreseen(0, 0), foreseen(heap, 0), min(GAP_BYTES, heap)
     assert (without.process, beside.process) == (7, 7 + heap + gaps)
     assert beside.total == without.total + heap + gaps
     used = foreseen(heap, 10**9)
@@ -667,9 +673,26 @@ def test_gaps_between_activations_in_the_heap_are_promised_on_whatever_tier_they
     marks = tuple(Mark(moment, 0, 0) for moment in (*trace, END_OF_BACKWARD))
     activations = Activations(marks, 7, host_bytes=2 * NUMEL, host_heap_bytes=NUMEL)
     held = plan_step(units, trace).footprint(activations=activations, states_per_param=0)
-    assert held.process == 7 + int(HEAP_GAPS * NUMEL)
+    assert held.process == 7 + NUMEL
     assert held.host is not None
     assert held.host.activations == 2 * NUMEL
+    activations = Activations(marks, 7, host_bytes=2 * NUMEL, host_heap_bytes=2 * GAP_BYTES)
+    held = plan_step(units, trace).footprint(activations=activations, states_per_param=0)
+    assert held.process == 7 + GAP_BYTES, "there are not the more the larger it is"
+
+
+def test_gaps_between_gradients_that_stay_in_the_heap_are_promised() -> None:
+    """Of two parameters, one of which has a block from the system for its gradient."""
+    alone, large = Mesh(("dp",), (1,)), HEAP_BLOCK_BYTES // 4
+    [unit] = wide_units("ddp", num=1, mesh=alone, compute="fp32")
+    updates = tuple(PlacedUpdate(span, Update()) for span in (Span(0, 1000), Span(1000, 1000 + large)))
+    flats = tuple(replace(flat, numel=1000 + large, updates=updates) for flat in unit.flats)
+    units = (replace(unit, flats=flats),)
+    trace = straight_trace(units)
+    marks = tuple(Mark(moment, 0, 0) for moment in (*trace, END_OF_BACKWARD))
+    for on_cpu, gaps in ((True, 4000), (False, 0)):
+        held = plan_step(units, trace).footprint(activations=Activations(marks, 7, on_cpu))
+        assert held.process == 7 + gaps
 
 
 def test_pages_of_libraries_are_promised_once_for_the_ranks_of_a_host() -> None:
@@ -692,11 +715,30 @@ def test_what_ranks_of_a_host_read_in_place_takes_nothing_when_it_is_gathered(pr
     planned = plan_step(units, straight_trace(units))
     apart, together = planned.footprint(), planned.footprint(local_size=world)
     in_pieces = bool(flat.table.param.shard)
-    assert (together.working < apart.working) == in_pieces
+    assert together.working < apart.working, "nor is what others send of gradients received"
     assert apart.total - apart.working == together.total - together.working
     if in_pieces:
         line = max(abs(one - rank) for rank in range(world) for one in flat.mesh.among(rank, flat.table.param.shard))
         assert planned.footprint(local_size=line) == apart, "a line that no host has whole is gathered"
+
+
+def test_gradients_that_ranks_of_a_host_read_in_place_are_not_received_and_a_ranks_own_lie_in_the_sum() -> None:
+    """zero3, one unit of N elements on two ranks: half of the gradients to be read, and half where the sum is made."""
+    numel = 2 * LEAST_APART_BYTES
+    mesh = Mesh(("dp",), (2,))
+
+    def working(dtype: str, numel: int, local_size: int) -> int:
+        units = tuple(
+            replace(unit, flats=tuple(replace(one, numel=numel) for one in unit.flats))
+            for unit in units_of("zero3", mesh, num=1, compute=dtype)
+        )
+        return planned(units).footprint(states_per_param=0, local_size=local_size).working
+
+    grad = numel // 2 * 4
+    assert working("fp32", numel, 2) == numel * 4 - grad
+    assert working("fp32", numel, 1) == 2 * numel * 4 - grad, "whole, with the other's part and the sum"
+    assert working("bf16", numel, 2) == numel * 2 + grad - grad, "the sum is in fp32, so that nothing lies there"
+    assert working("fp32", 64, 2) == 64 * 4 + 32 * 4 - 32 * 4, "too little to be worth it"
 
 
 def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() -> None:
@@ -710,6 +752,15 @@ def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() 
     assert held.working == NUMEL * WIDTH[alone[0].flats[0].table.grad_wire.dtype], (
         "what is only copied to the host leaves its block to the next"
     )
+    sizes = {alone[0].name: NUMEL // 2, alone[1].name: NUMEL}
+    uneven = tuple(
+        replace(unit, flats=tuple(replace(one, numel=sizes.get(unit.name, NUMEL // 4)) for one in unit.flats))
+        for unit in alone
+    )
+    assert plan_step(uneven, trace).footprint(activations=Activations(marks)).working == held.working
+    staged = wide_units("offload", num=3, mesh=Mesh(("dp", "pp"), (1, 2)))
+    held = plan_step(staged, trace).footprint(activations=Activations(marks))
+    assert held.working == 0, "what stages leave in fp32, to be sent in bf16, is in no such block"
     on_gpu = plan_step(units, trace).footprint(activations=Activations(marks, on_cpu=False))
     assert (on_gpu.activations, on_gpu.working) == (10**9, 0)  # it has no blocks of shared memory
 

@@ -379,7 +379,7 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
-@pytest.mark.parametrize(("rows", "least"), [(32, 0.9), (64, 0.97), (256, 0.97)])
+@pytest.mark.parametrize(("rows", "least"), [(32, 0.9), (64, 0.95), (256, 0.95)])
 def test_gradients_that_stay_are_promised_as_they_come(rows: int, least: float) -> None:
     """On one rank, as in a pipeline: from the start of a block's backward on all of its gradients were counted."""
     batch = torch.randn(rows, 64)

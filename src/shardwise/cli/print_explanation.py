@@ -370,8 +370,8 @@ def _bytes_note(explained: Explanation) -> Text:
     lines.append("promised: an upper bound under this plan. replicated: the same model under ddp.")
     if (shared := explained.held_in_shared_memory) is not None:
         lines.append(
-            f"Where the {explained.per_host} ranks of a host share memory (CPUs), parameters are read in place: "
-            f"working {format_bytes(shared.working)}, in all {format_bytes(shared.total)}."
+            f"Where the {explained.per_host} ranks of a host share memory (CPUs), parameters and the others' gradients "
+            f"are read in place: working {format_bytes(shared.working)}, in all {format_bytes(shared.total)}."
         )
     return Text("\n".join(lines), "dim")
 

@@ -744,12 +744,13 @@ def _at(few: float, more: float, share: float) -> int:
     return max(0, round(few + (more - few) * share))
 
 
-def _peaks_at(few: Mark, more: Mark, share: float) -> tuple[tuple[Held, ...], Awaited]:
+def _peaks_at(few: Mark, more: Mark, share: float) -> tuple[tuple[Held, ...], Awaited, int]:
     """None where other peaks count with other rows: then all gradients are counted from the start."""
     if few.awaited != more.awaited or [one.awaited for one in few.peaks] != [one.awaited for one in more.peaks]:
-        return (), ()
+        return (), (), 0
     pairs = zip(few.peaks, more.peaks, strict=True)
-    return tuple(Held(_at(a.num_bytes, b.num_bytes, share), a.awaited) for a, b in pairs), few.awaited
+    peaks = tuple(Held(_at(a.num_bytes, b.num_bytes, share), a.awaited) for a, b in pairs)
+    return peaks, few.awaited, _at(few.come_bytes, more.come_bytes, share)
 
 
 def _operation(few: Operation, more: Operation, share: float, known: dict[tuple[int, int], Operation]) -> Operation:
@@ -857,8 +858,8 @@ def _marks_of_stage(marks: Sequence[Mark], stage_of: Sequence[int], stage: int, 
             now = heap_now = 0
         if mark.moment.unit in names:
             peak = max(0, mark.peak_bytes - below) if at == stage else now
-            peaks = mark.peaks_with(-below) if at == stage else ()
-            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=heap_now, peaks=peaks))
+            peaks, come = (mark.peaks_with(-below), mark.come_bytes) if at == stage else ((), 0)
+            found.append(Mark(mark.moment, peak, now, heap_now, peaks, mark.awaited, min(come, now)))
     return found
 
 

@@ -15,6 +15,7 @@ from shardwise.program.action import (
 )
 from shardwise.program.activations import Activations, Awaited, Held, Mark
 from shardwise.program.build import (
+    LEAST_APART_BYTES,
     backward_makes,
     build_pass,
     build_restore,
@@ -26,6 +27,7 @@ from shardwise.program.build import (
     stay_as_made,
     step_gradients,
     step_parameters,
+    sums_own_chunk_apart,
     verdict_dtype,
     verdict_numel,
 )
@@ -33,6 +35,7 @@ from shardwise.program.check import check, check_step
 from shardwise.program.effects import EFFECTS, Buffer, Phase, Subject, Verb, adds_in_place
 from shardwise.program.feedback import kept_losses
 from shardwise.program.footprint import (
+    GAP_BYTES,
     NUM_DISK_BUFFERS,
     NUM_KEPT_BLOCKS,
     NUM_READ_BUFFERS,
@@ -73,6 +76,8 @@ __all__ = [
     "DURING_STEP",
     "EFFECTS",
     "END_OF_BACKWARD",
+    "GAP_BYTES",
+    "LEAST_APART_BYTES",
     "NUM_DISK_BUFFERS",
     "NUM_KEPT_BLOCKS",
     "NUM_READ_BUFFERS",
@@ -148,6 +153,7 @@ __all__ = [
     "step_parameters",
     "straight_passes",
     "straight_trace",
+    "sums_own_chunk_apart",
     "update_by",
     "verdict_dtype",
     "verdict_numel",

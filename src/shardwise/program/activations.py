@@ -25,9 +25,9 @@ class Mark:
     """A moment, the peak of live bytes since the previous moment, and the bytes live at it; `heap_bytes` of the latter
     lie in the heap of the process.
 
-    `peaks` are those since the previous moment while gradients came one after another, and `awaited` those that have
-    not come at the moment: see [Note: gradients come one by one] in `walk.py`. Both are empty where gradients do not
-    stay where they are made, or it is not known when they come.
+    `peaks` are those since the previous moment while gradients came one after another, `awaited` those that have not
+    come at the moment, and `come_bytes` those of `live_bytes` that have: see [Note: gradients come one by one] in
+    `walk.py`. All are empty where gradients do not stay where they are made, or it is not known when they come.
     """
 
     moment: Moment
@@ -36,6 +36,7 @@ class Mark:
     heap_bytes: int = 0
     peaks: tuple[Held, ...] = ()
     awaited: Awaited = ()
+    come_bytes: int = 0
 
     def peaks_with(self, num_bytes: int) -> tuple[Held, ...]:
         """`peaks` with so many bytes more."""
@@ -68,13 +69,15 @@ class Activations:
     """The most that lies in the heap of the process at once; 0 where it has none."""
     host_heap_bytes: int = 0
     """The most of `host_bytes` that lies there."""
+    gap_bytes: int = 0
+    """What is free between blocks of the heap, however many lie there."""
     code_bytes: int = 0
     """Pages of libraries that computing reads for the first time, of which the ranks of a host have one copy."""
 
     @property
     def beside_tensors_bytes(self) -> int:
         """What a process takes when it begins to compute, whatever the plan."""
-        return self.process_bytes + self.code_bytes
+        return self.process_bytes + self.gap_bytes + self.code_bytes
 
     @property
     def trace(self) -> Trace:

@@ -286,6 +286,19 @@ def stay_as_made(flat: FlatSpec) -> bool:
     return not are_moved and flat.table.grad.dtype == flat.table.compute
 
 
+LEAST_APART_BYTES = 1 << 20
+"""Of a rank's chunk of a flat buffer's gradients, below which its calls cost more than a pass over it."""
+
+
+def sums_own_chunk_apart(flat: FlatSpec, least_bytes: int = LEAST_APART_BYTES) -> bool:
+    """Whether a rank that reads the others' gradients where they lie makes its own chunk where the sum is made: [Note:
+    own chunks] in `memory/fresh.py`."""
+    first = next(iter(reduce_due(flat)), None)
+    if first is None or first.verb != "reduce_scatter" or first.codes or flat.grad_bytes < least_bytes:
+        return False
+    return flat.fresh.dtype == flat.table.grad_wire.dtype == first.dtype
+
+
 def _has_held_buffer(flat: FlatSpec) -> bool:
     """Whether what is held between forward and backward is neither the resting shard nor the whole."""
     return flat.table.held not in (flat.table.param, flat.table.full)

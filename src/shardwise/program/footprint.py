@@ -13,22 +13,23 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ProgramError
-from shardwise.plan.placement import Tier
+from shardwise.plan.placement import WIDTH, Tier
 from shardwise.program.action import Moment, Program, actions_of
 from shardwise.program.activations import Activations, Mark
-from shardwise.program.build import fills_grad, reduce_due
+from shardwise.program.build import fills_grad, reduce_due, stay_as_made
 from shardwise.program.effects import Buffer
 from shardwise.program.feedback import losses_bytes
 from shardwise.program.low_rank import factored_bytes
 from shardwise.program.sign_exchange import residual_bytes
 from shardwise.program.spec import FlatSpec, UnitSpec
-from shardwise.program.walk import Walk
+from shardwise.program.walk import Walk, own_chunk_bytes
 from shardwise.system.even_parts import round_up
+from shardwise.system.heap import heap_bytes
 from shardwise.system.units import PAGE
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ NUM_DISK_BUFFERS = 3
 NUM_READ_BUFFERS = 3
 """Host buffers, each for the parameters of one flat buffer on a disk: one is copied to the device, the others are
 read."""
-HEAP_GAPS = 0.2
-"""Of the activations that lie in the heap of a process on a CPU, so much again is free between all of its blocks, where
-the next one does not fit, by the order in which blocks come and go: with the settings of [Note: glibc and small blocks]
-in `launch/environment.py`. Chosen on 30 plans of three models, with the allowances of [Note: process memory]
-(docs/planner-accuracy.md has these and others)."""
+GAP_BYTES = 10 * 2**20
+"""Of the heap of a process on a CPU, up to so much is free between its blocks, where the next one does not fit, by the
+order in which blocks come and go, with the settings of [Note: glibc and small blocks] in `launch/environment.py`: as
+much as activations and gradients that lie there, if that is less. At the peaks of steps 12 to 20 MiB were free beside
+10 to 38 of these in fp32, 7 to 20 beside 5 to 30 in bf16, and none beside one; some of it is in the allowance of [Note:
+process memory]. Chosen on 54 plans of three models (docs/planner-accuracy.md)."""
 
 
 @dataclass(frozen=True)
@@ -161,18 +163,20 @@ def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
     `outer_steps`, one after another, the peak is counted of the one that holds most.
 
     `local_size` ranks share the memory of a host, if they compute on CPUs: pages of libraries count in part, and
-    parameters that all of them keep together are read there, and gathering them takes nothing. An engine promises and
-    counts as if no rank shared any.
+    parameters that all of them keep together are read there, and gathering them takes nothing; nor does what others
+    send of gradients that are summed. An engine promises and counts as if no rank shared any.
     """
     flats = [flat for unit in units for flat in unit.flats]
     param = _resting_bytes(flats, "device")
     optim = _optim_bytes(flats, "device", states_per_param, coordinate)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.tier_of("grad") == "device")
+    summed_in_place = _summed_in_place(flats, local_size)
     walk = Walk(
         units,
         coordinate,
         _read_in_place(flats, local_size),
-        kept_bytes=_kept_bytes(flats) if activations is not None and activations.on_cpu else 0,
+        summed_in_place,
+        kept_bytes=_kept_bytes(flats, summed_in_place) if activations is not None and activations.on_cpu else 0,
         heap_bytes=activations.peak_heap_bytes if activations is not None else 0,
     )
     under_way, step = _with_outer_steps(step, outer_steps)
@@ -195,7 +199,9 @@ def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
     if activations is None:
         return Footprint(param, grad, optim, max(0, grad_buffers + walk.peak - grad), host=host, disk=disk)
     working = walk.peak - walk.peak_grad - walk.peak_activations
-    gaps = int(HEAP_GAPS * (activations.peak_heap_bytes + activations.host_heap_bytes))
+    come_and_go = activations.peak_heap_bytes + activations.host_heap_bytes
+    come_and_go += _grad_heap_bytes(flats) if activations.on_cpu else 0
+    gaps = max(activations.gap_bytes, min(GAP_BYTES, come_and_go))
     code = activations.code_bytes // local_size
     process = activations.process_bytes + code + gaps + walk.peak_with_gaps - walk.peak
     grad = grad_buffers + walk.peak_grad
@@ -212,6 +218,16 @@ def _read_in_place(flats: Sequence[FlatSpec], local_size: int) -> frozenset[str]
         for shard, mesh in {flat.table.param.shard: flat.mesh for flat in shareable}.items()
     }
     return frozenset(flat.name for flat in shareable if together[flat.table.param.shard])
+
+
+def _summed_in_place(flats: Sequence[FlatSpec], local_size: int) -> frozenset[str]:
+    """The names of the flat buffers whose first reduction is among ranks that share memory."""
+    if local_size == 1:
+        return frozenset()
+    over = {flat.name: (flat.mesh, due[0].over) for flat in flats if flat.trainable and (due := reduce_due(flat))}
+    return frozenset(
+        name for name, (mesh, axis) in over.items() if axis in mesh.axes and mesh.is_within_hosts((axis,), local_size)
+    )
 
 
 def _with_outer_steps(step: Program, outer_steps: Sequence[OuterStep]) -> tuple[Program, Program]:
@@ -261,24 +277,28 @@ def _resting_bytes(flats: Sequence[FlatSpec], tier: Tier) -> int:
     return sum(flat.resting_bytes for flat in flats if flat.tier_of("param") == tier)
 
 
-def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
+def _kept_bytes(flats: Sequence[FlatSpec], summed_in_place: Container[str]) -> int:
     """What ranks of one host keep on the CPU for sending gradients. Promises do not depend on where ranks run, so it is
     always counted.
 
     Where parameters come and go nothing is kept through a forward. What is only copied to another tier is not read
-    meanwhile, and the next gradients of that size use the same block.
+    meanwhile, so that one block, the largest, serves all of it ([Note: requests of several sizes] in
+    `comm/transport/shm/arena.py`). What is left in another dtype than it is sent in, as by stages, lies in a rank's own
+    memory, which is freed.
     """
     if not all(flat.resident for flat in flats):
         return 0
-    sent, copied = [], set()
+    sent, copied = [], 0
     for flat in flats:
-        if flat.trainable and not fills_grad(flat) and (actions := reduce_due(flat)):
+        is_as_sent = flat.fresh.dtype == flat.table.grad_wire.dtype
+        if flat.trainable and is_as_sent and not fills_grad(flat) and (actions := reduce_due(flat)):
             num_bytes = flat.table.grad_wire.num_bytes(flat.numel)
+            num_bytes -= own_chunk_bytes(flat) if flat.name in summed_in_place else 0
             if any(action.communicates for action in actions):
                 sent.append(num_bytes)
             else:
-                copied.add(num_bytes)
-    return sum(sorted([*sent, *copied])[-NUM_KEPT_BLOCKS:])
+                copied = max(copied, num_bytes)
+    return sum(sorted([*sent, copied])[-NUM_KEPT_BLOCKS:])
 
 
 def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark | None, ...]:
@@ -291,6 +311,13 @@ def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark 
         said, instead = (list(map(str, some)) for some in (marked, moments))
         raise ProgramError(f"The activations were rehearsed in another order: {said} instead of {instead}.")
     return activations.marks
+
+
+def _grad_heap_bytes(flats: Sequence[FlatSpec]) -> int:
+    """Gradients that stay where they are made and lie in the heap, which they leave with each step as activations do.
+    Without an optimizer it is not known how large they are."""
+    staying = [flat for flat in flats if flat.trainable and stay_as_made(flat)]
+    return sum(heap_bytes(one.span.numel * WIDTH[flat.table.grad.dtype]) for flat in staying for one in flat.updates)
 
 
 def _optim_bytes(

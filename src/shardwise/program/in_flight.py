@@ -75,7 +75,7 @@ def over_schedule(
             moment = Moment(edge, phase, unit, op.micro_batch)  # `replace` takes several times as long
             peaks = mark.peaks_with(beside) if mark.peaks else ()
             held = mark.peak_bytes + beside, mark.live_bytes + beside, mark.heap_bytes + heap
-            marks.append(Mark(moment, *held, peaks, mark.awaited))
+            marks.append(Mark(moment, *held, peaks, mark.awaited, mark.come_bytes))
         if op.kind in "FI":
             found = stages[op.stage]
             alive[op.stage, op.micro_batch] = found.held if op.kind == "F" else min(own, found.aside)
@@ -86,6 +86,7 @@ def over_schedule(
         max((one.process_bytes for one in counted), default=0),
         all(one.on_cpu for one in counted),
         peak_heap_bytes=peak_heap,
+        gap_bytes=max((one.gap_bytes for one in counted), default=0),
         code_bytes=max((one.code_bytes for one in counted), default=0),
     )
 

@@ -10,7 +10,7 @@ from shardwise.errors import ProgramError
 from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes, Tier
 from shardwise.program.action import AFTER_STEP, Action, Block, Moment
 from shardwise.program.activations import Awaited, Mark
-from shardwise.program.build import backward_makes, fills_grad, stay_as_made
+from shardwise.program.build import backward_makes, fills_grad, reduce_due, stay_as_made, sums_own_chunk_apart
 from shardwise.program.effects import Buffer, Effect, adds_in_place
 from shardwise.program.low_rank import FACTORING, Factored
 from shardwise.program.matrix_exchange import at, matrix_exchanges
@@ -26,6 +26,8 @@ class Content:
     dtype: Dtype = "fp32"
     is_kept: bool = False
     """Whether it is in memory that is kept from step to step (`keeps_grad_buffer`), which is not temporary."""
+    apart_bytes: int = 0
+    """Those of `num_bytes` that lie in other memory, and count there."""
     tier: Tier = "device"
 
 
@@ -40,6 +42,15 @@ _SENT: tuple[str, ...] = ("fresh", "sum")
 _WAITING: tuple[str, ...] = ("grad", "due")
 
 
+def own_chunk_bytes(flat: FlatSpec) -> int:
+    """Of the gradients that a backward leaves, those that lie where their sum is made, on every rank of a host: see
+    [Note: own chunks] in `memory/fresh.py`. Of more than two ranks some have none."""
+    if not sums_own_chunk_apart(flat):
+        return 0
+    num_ranks = flat.mesh.size(reduce_due(flat)[0].over)
+    return flat.numel * WIDTH[flat.fresh.dtype] // num_ranks if num_ranks == 2 else 0
+
+
 class Walk:
     """Adds and subtracts the bytes that each action allocates and frees, and records the peak."""
 
@@ -48,17 +59,19 @@ class Walk:
         units: Sequence[UnitSpec],
         coordinate: Mapping[str, int] | None,
         read_in_place: Container[str] = frozenset(),
+        summed_in_place: Container[str] = frozenset(),
         *,
         kept_bytes: int = 0,
         heap_bytes: int = 0,
     ) -> None:
         """`read_in_place`: the flat buffers of which nothing is gathered, because it lies where all ranks read it.
+        `summed_in_place`: those whose gradients the ranks of the first reduction read where they lie.
         `kept_bytes`: kept for sending gradients, whether any are being sent or not. `heap_bytes`: the most bytes of
         activations that lie in the heap at once; it does not shrink."""
         self._flats = {flat.name: flat for unit in units for flat in unit.flats}
         self._by_unit = {unit.name: unit.flats for unit in units}
         self._coordinate = coordinate
-        self._read_in_place = read_in_place
+        self._read_in_place, self._summed_in_place = read_in_place, summed_in_place
         self._matrix_exchanges = matrix_exchanges(tuple(self._flats.values()))
         self._live: dict[tuple[str, str], Content] = {}
         """By flat buffer and buffer; `next sum` is the result of a step under way."""
@@ -74,7 +87,9 @@ class Walk:
         self._gap = 0
         """Bytes of the heap that are unused."""
         self._coming: set[str] = set()
-        """The flat buffers whose first gradients come one by one."""
+        """The flat buffers whose first gradients come one by one, up to the moment behind their backward."""
+        self._have_come: set[str] = set()
+        """Those of them whose backward has ended."""
         self._awaited: Awaited = ()
         self._num_live = self._num_sent = self._num_waiting = 0
         """Live bytes, and how many of them are gradients being sent, or waiting."""
@@ -97,8 +112,10 @@ class Walk:
             for one in mark.peaks if self._coming else ():
                 self._awaited = one.awaited
                 self._update_peak(one.num_bytes)
+            self._coming -= self._have_come  # the last of them was there, as made and as it stays, until here
+            self._have_come.clear()
             self._awaited = mark.awaited
-            self._activations = mark.live_bytes
+            self._activations = mark.live_bytes - (mark.come_bytes if self._coming else 0)
             self._gap = max(0, self._heap_bytes - mark.heap_bytes)
         for action in block.actions:
             if action.flat in self._flats:
@@ -107,10 +124,10 @@ class Walk:
             for flat in self._by_unit[moment.unit]:
                 self._leave_gradients(flat)
         elif moment.unit and moment.leaves_gradients:
-            self._coming.difference_update(flat.name for flat in self._by_unit[moment.unit])
+            self._have_come.update(flat.name for flat in self._by_unit[moment.unit])
         if moment == AFTER_STEP:
             for name, buffer in list(self._live):
-                if buffer in (*_SENT, *_WAITING):
+                if buffer in (*_SENT, *_WAITING, "own"):
                     self._drop(name, buffer)
             self._taken.clear()
 
@@ -123,7 +140,10 @@ class Walk:
             is_kept = fills_grad(flat) and self._takes_kept(flat, num_bytes, dtype)
             if stay_as_made(flat) and not is_kept:
                 self._coming.add(flat.name)
-            self._hold(flat.name, left, Content(num_bytes, dtype, is_kept))
+            apart = own_chunk_bytes(flat) if flat.name in self._summed_in_place else 0
+            if apart:
+                self._hold(flat.name, "own", Content(apart, dtype, self._fits_kept(flat, apart, dtype)))
+            self._hold(flat.name, left, Content(num_bytes, dtype, is_kept, apart_bytes=apart))
 
     def _act(self, flat: FlatSpec, action: Action) -> None:
         effect, name = action.effect, flat.name
@@ -205,16 +225,22 @@ class Walk:
         elif action.codes:
             way = SumOfCodes.parse(action.verb, action.codes)
             self._hold(name, "staging", Content(way.memory_bytes(numel, flat.mesh.size(action.over))))
-        elif effect.sends:
+        elif effect.sends and not self._is_read(name, source, content, action):
             copies = 1 if content.dtype == wire.dtype else 2
             staged = numel - own if effect.cuts else numel
             self._hold(name, "staging", Content(copies * wire.num_bytes(staged), wire.dtype))
+        self._drop(name, "own")  # the sum is made there
         num_bytes = own * WIDTH[dtype]
         is_in_place = adds_in_place(effect, is_same_dtype=content.dtype == dtype, is_kept=content.is_kept)
         if effect.cuts or not is_in_place:
             is_kept = content.is_kept if is_in_place else self._takes_kept(flat, num_bytes, dtype)
             self._hold(name, "next sum", Content(num_bytes, dtype, is_kept))
         self._source[name, "sum"] = source
+
+    def _is_read(self, name: str, source: Buffer, content: Content, action: Action) -> bool:
+        """Whether the other ranks' parts are read where they lie, so that none are received."""
+        is_first = name in self._summed_in_place and source != "sum" and action.verb == "reduce_scatter"
+        return is_first and content.dtype == self._flats[name].table.grad_wire.dtype
 
     def _arrive(self, name: str, effect: Effect, made: Buffer) -> None:
         """A transfer has finished: its source is freed, or is the same memory."""
@@ -234,12 +260,16 @@ class Walk:
             self._rename(name, made, effect.keeps)
 
     def _takes_kept(self, flat: FlatSpec, num_bytes: int, dtype: Dtype) -> bool:
-        """Whether this can use the kept memory: there is such memory, it fits exactly, and it is free."""
-        fits = (num_bytes, dtype) == (flat.grad_bytes, flat.table.grad.dtype)
-        if not flat.keeps_grad_buffer or not fits or flat.name in self._taken:
+        """Whether this can use the kept memory, which it then does."""
+        if not self._fits_kept(flat, num_bytes, dtype):
             return False
         self._taken.add(flat.name)
         return True
+
+    def _fits_kept(self, flat: FlatSpec, num_bytes: int, dtype: Dtype) -> bool:
+        """Whether there is such memory, it fits exactly, and it is free."""
+        fits = (num_bytes, dtype) == (flat.grad_bytes, flat.table.grad.dtype)
+        return flat.keeps_grad_buffer and fits and flat.name not in self._taken
 
     def _hold(self, name: str, buffer: str, content: Content) -> None:
         self._drop(name, buffer)
@@ -265,9 +295,10 @@ class Walk:
             self._count_host(content.num_bytes, sign)
             return
         if not content.is_kept:
-            self._num_live += sign * content.num_bytes
-            self._num_sent += sign * content.num_bytes if buffer in _SENT else 0
-            self._num_waiting += sign * content.num_bytes if buffer in _WAITING else 0
+            num_bytes = sign * (content.num_bytes - content.apart_bytes)
+            self._num_live += num_bytes
+            self._num_sent += num_bytes if buffer in _SENT else 0
+            self._num_waiting += num_bytes if buffer in _WAITING else 0
 
     def _count_host(self, num_bytes: int, sign: int) -> None:
         if sign < 0 or self._free_host[num_bytes]:

@@ -16,14 +16,22 @@ from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError
 from shardwise.memory import Flat, torch_dtype
 from shardwise.plan.placement import Span, SumOfCodes
-from shardwise.program import Action, Factored, Subject, Verb, adds_in_place, reduce_due, step_gradients
+from shardwise.program import (
+    LEAST_APART_BYTES,
+    Action,
+    Factored,
+    Subject,
+    Verb,
+    adds_in_place,
+    reduce_due,
+    step_gradients,
+    sums_own_chunk_apart,
+)
 from shardwise.runtime.codec import Codec, EncodedAllReduce, EncodedReduceScatter, codec_for
 from shardwise.runtime.low_rank import FactoredSum, FactorMessages
 from shardwise.runtime.reduction import Reduction, staging_bytes
 
 Tensor = torch.Tensor
-LEAST_APART_BYTES = 1 << 20
-"""Of a rank's chunk of a flat buffer's gradients, below which its calls cost more than a pass over it."""
 
 
 class GradMover:
@@ -51,11 +59,11 @@ class GradMover:
         """This rank's chunk of the first sum, if it may lie apart: see [Note: own chunks] in `memory/fresh.py`. It is
         not worth its calls where there is little of it; nor if this rank's summand comes third in a sum or later, and
         would have to be kept until then."""
-        first, spec = self._chain[0] if self._chain else None, self.flat.spec
-        if first is None or first.verb != "reduce_scatter" or first.codes or spec.grad_bytes < LEAST_APART_BYTES:
+        spec = self.flat.spec
+        if not sums_own_chunk_apart(spec, LEAST_APART_BYTES):
             return None
-        group, dtypes = self._groups[first.over], {spec.fresh.dtype, spec.table.grad_wire.dtype}
-        if group.index > 1 or not self._collectives.reads_own_apart(group) or dtypes != {first.dtype}:
+        group = self._groups[self._chain[0].over]
+        if group.index > 1 or not self._collectives.reads_own_apart(group):
             return None
         return Span.nth(group.index, spec.numel // len(group.ranks))
 

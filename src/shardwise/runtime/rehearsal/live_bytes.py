@@ -47,7 +47,7 @@ class LivingBytes(UncompiledMode):
         """Those in blocks that glibc takes from the heap, on a CPU, and the most of them."""
         self._given: dict[int, int] = {}
         """Bytes of living storages that were handed over: they count elsewhere."""
-        self._given_bytes = self._peak_kept_bytes = 0
+        self.given_bytes = self._peak_kept_bytes = 0
 
     def count(self, values: object) -> None:
         """Count the storages of all tensors in nested tuples, lists and dicts that are not counted yet."""
@@ -63,13 +63,13 @@ class LivingBytes(UncompiledMode):
         peak, key = self.take_kept_peak(), storage_id(tensor.untyped_storage())
         if key in self._bytes and key not in self._given:
             self._given[key] = self._bytes[key]
-            self._given_bytes += self._bytes[key]
+            self.given_bytes += self._bytes[key]
             self._peak_kept_bytes -= self._bytes[key]
         return peak
 
     def take_kept_peak(self) -> int:
         """The peak, since the last call, of live bytes that were not handed over."""
-        peak, self._peak_kept_bytes = self._peak_kept_bytes, self.live_bytes - self._given_bytes
+        peak, self._peak_kept_bytes = self._peak_kept_bytes, self.live_bytes - self.given_bytes
         return peak
 
     def take_peak(self) -> int:
@@ -95,12 +95,12 @@ class LivingBytes(UncompiledMode):
         num_bytes = self._bytes.pop(key)
         self.live_bytes -= num_bytes
         self.heap_bytes -= self._in_heap(num_bytes)
-        self._given_bytes -= self._given.pop(key, 0)
+        self.given_bytes -= self._given.pop(key, 0)
 
     def _note_peak(self, temporary_bytes: int = 0) -> None:
         held = self.live_bytes + temporary_bytes
         self.peak_bytes = max(self.peak_bytes, held)
-        self._peak_kept_bytes = max(self._peak_kept_bytes, held - self._given_bytes)
+        self._peak_kept_bytes = max(self._peak_kept_bytes, held - self.given_bytes)
 
     def __torch_dispatch__(
         self,

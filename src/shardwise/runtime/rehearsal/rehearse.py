@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import FullState, Unit, torch_dtype
 from shardwise.optim.precision import cast_floating
 from shardwise.plan.placement import WIDTH, Dtype
-from shardwise.program import END_OF_BACKWARD, Activations, Held, Mark, Moment, stay_as_made
+from shardwise.program import END_OF_BACKWARD, GAP_BYTES, Activations, Held, Mark, Moment, stay_as_made
 from shardwise.runtime.activations import (
     Offloading,
     RehearsedDiskStore,
@@ -74,21 +74,22 @@ class Watch(Protocol):
 
 
 CODE_BYTES = 14 * 2**20
-PROCESS_BYTES, HALF_PROCESS_BYTES = 18 * 2**20, 28 * 2**20
+PROCESS_BYTES, HALF_PROCESS_BYTES = 18 * 2**20, 20 * 2**20
 """[Note: process memory] On a CPU a process that begins to compute grows by what no tensor accounts for. That depends
 little on the model, so constants are used. Measured with torch 2.13 and one thread, in steps of three models, on ranks
 with the settings of [Note: glibc and small blocks] in `launch/environment.py`:
 
 - `CODE_BYTES`: pages of libraries that are first used then, 10 to 15 MiB of fp32 and 12 to 17 of bf16, of which the
   ranks of a host have one copy together.
-- `PROCESS_BYTES`, for products in fp32: MKL keeps two or three buffers for packed operands, of 5 to 8 MB by the shapes,
-  13 to 21 MiB in all. Some of their pages are never touched; the engine's own Python objects take about as much.
-- `HALF_PROCESS_BYTES`, for products in bf16 and fp16: kernels that oneDNN compiles, which stay (13 to 15 MiB), a buffer
-  of MKL's (5), and the heap that compiling them leaves free, 9 to 12 MiB whatever else lies there. A budget, which has
-  free heap returned ([Note: free heap is returned] in `system/heap.py`), leaves 1 to 3 MiB of that; it counts all the
-  same.
+- `PROCESS_BYTES`, for products in fp32: MKL makes a buffer for packed operands for each product that needs a larger one
+  than those before, and keeps them all: two or three, of 384 rows of the right operand and 2.6 MiB more, together 11
+  MiB (256 wide), 15 (384) and 22 (768). Not all of it is there at every peak; Python objects of the engine are 3 to 5.
+- `HALF_PROCESS_BYTES`, for products in bf16 and fp16: kernels that oneDNN compiles, which stay (13 to 15 MiB), and a
+  buffer of MKL's (5). Compiling them leaves 9 to 12 MiB of the heap free, whatever else lies there (`GAP_BYTES`). A
+  budget, which has free heap returned ([Note: free heap is returned] in `system/heap.py`), leaves 1 to 3 MiB of that;
+  it counts all the same.
 
-[Note: cached kernels] in `grouped.py`, and gaps between live blocks in the heap (`HEAP_GAPS` in
+[Note: cached kernels] in `grouped.py`, and gaps between live blocks in the heap (`GAP_BYTES` in
 `program/footprint.py`), come on top. Python modules that are imported late are not included: 16 MiB by the first
 `shard`, and some 80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's peak contains
 none of this.
@@ -219,6 +220,7 @@ def rehearse_work(  # noqa: PLR0913  # likewise
         staging_bytes=on_disk.peak_staging_bytes,
         unit_bytes=on_disk.peak_unit_bytes,
         peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
+        gap_bytes=GAP_BYTES if on_cpu and WIDTH[compute] == 2 else 0,
         code_bytes=CODE_BYTES if on_cpu else 0,
     )
 
@@ -477,13 +479,13 @@ class _Stage:
 
     def _mark(self, moment: Moment, opened: Mapping[str, int] | None = None) -> None:
         """`opened`: the flat buffers whose gradients are awaited from here on, and how many elements."""
-        living, were_awaited = self._living, bool(self._awaited)
+        living = self._living
         self._note_peak(living.take_kept_peak())
-        peaks = tuple(self._peaks) if were_awaited else ()
+        peaks = tuple(self._peaks) if self._awaited or (self.marks and self.marks[-1].come_bytes) else ()
         self._peaks.clear()
         self._awaited.update(opened or {})
         held = living.take_peak(), living.live_bytes, living.heap_bytes
-        self.marks.append(Mark(moment, *held, peaks, tuple(self._awaited.items())))
+        self.marks.append(Mark(moment, *held, peaks, tuple(self._awaited.items()), living.given_bytes))
         self.peak_heap_bytes = living.peak_heap_bytes
         if self._watch is not None:
             self._watch.note_moment(moment)
