@@ -296,20 +296,29 @@ def test_whatever_is_admitted_sizes_are_possible_ones_and_no_growth_that_slows_i
 
 
 @sampled
+@pytest.mark.parametrize("policy", [Fill(), Gain(0.5)], ids=str)
+@pytest.mark.parametrize("begins_high", [False, True])
 @pytest.mark.parametrize("all_or_nothing", [False, True])
 @pytest.mark.parametrize("seconds", [90, 400, 900, 1200, 1500, 1800, 3600])
-def test_a_quota_that_swings_is_not_followed_with_each_swing(seconds: int, all_or_nothing: bool) -> None:
+def test_a_quota_that_swings_is_not_followed_with_each_swing(
+    seconds: int, all_or_nothing: bool, begins_high: bool, policy: Policy
+) -> None:
     """For four hours it is 12 and 32 in turns. The ranks that trained are asked for, and come with each swing. Where a
-    request is admitted as a whole or not at all, fewer have to be asked for while it is low."""
-    trace = [(float(at), 32 if at // seconds % 2 else 12) for at in range(0, 4 * 3600, seconds)]
-    job = Cluster(Fill(), Sizes(4, 64, 4), amdahl(0.01), trace, all_or_nothing=all_or_nothing, tick=10.0)
+    request is admitted as a whole or not at all, or what is missing was never there in part, fewer have to be asked for
+    while it is low for long, and with each swing more rarely."""
+    trace = [(float(at), 32 if (at // seconds + begins_high) % 2 else 12) for at in range(0, 4 * 3600, seconds)]
+    job = Cluster(policy, Sizes(4, 64, 4), amdahl(0.01), trace, all_or_nothing=all_or_nothing, tick=10.0)
     job.run(4 * 3600)
-    assert len(job.asked) <= (24 if all_or_nothing else 8)
-    if all_or_nothing:
-        assert any("minutes no more than these are asked for" in why for *_, why in job.asked)
-    elif seconds >= 900:
+    is_fill = isinstance(policy, Fill)
+    come_partly = is_fill and not all_or_nothing and not begins_high
+    fill_most = 8 if seconds < 3600 or come_partly else 11
+    assert len(job.asked) <= (fill_most if is_fill else 18), job.asked  # without a prediction it grows host by host
+    if come_partly and seconds >= 900:
         assert job.wishes[:4] == [8, 16, 32, 64], "of which the rest waits"
-    assert {size for _, size in job.course[-6:]} >= {12, 32}
+    if is_fill or seconds > 90:  # it measures for longer than that before it asks for more
+        assert {size for _, size in job.course[-6:]} >= {12, 32}
+        use = Use.of(job, trace, 64)
+        assert use.had > 0.97 * use.admitted
     _never_slower_for_long(job)
 
 
@@ -317,7 +326,7 @@ def test_one_rank_that_is_replaced_changes_no_request() -> None:
     """What waits for room goes on to, and no size is held."""
     trace = [(0.0, 32), *((at + more, 32 - 4 * (not more)) for at in (1000.0, 2000.0, 3000.0) for more in (0.0, 20.0))]
     job = Cluster(Fill(), Sizes(4, 64, 4), amdahl(0.0), trace).run(4000)
-    assert job.wishes == [8, 16, 32, 64, 48, 40, 36]
+    assert job.wishes == [8, 16, 32, 64, 36]
 
 
 @varies

@@ -6,9 +6,10 @@ the next state, which has the number of ranks to ask for and the reason in words
 
 [Note: growing] The job grows from a size at which it trains, and by at most as many ranks again as came last time: a
 cluster may admit a request as a whole or not at all, and each size is measured before it is left. What has not come
-after a while is asked for by halves, so that a smaller request can be admitted, and as much again only when ranks have
-come late, as then the room has changed. Where a part of a request has come, and stayed a part, the cluster admits ranks
-one by one, and the request waits as it is.
+after a while is given up for one host more than there are, so that a smaller request can be admitted; that waits, and
+from there the job grows as before, and to as much again only when ranks have come late, as then the room has changed.
+Where a part of a request has come, and stayed a part, the cluster admits ranks one by one, and the request waits as it
+is.
 
 [Note: shrinking back] Two sizes are compared by steps per second, which at one global batch is tokens per second, and
 only where the difference is more than two standard errors of each, of all that was measured lately at that size.
@@ -21,10 +22,11 @@ cluster pods that come and go. So
   have become slower or faster meanwhile, and what others did is known from then. (So is the tolerance of Kubernetes'
   HorizontalPodAutoscaler, 0.1, and its window of stabilization, 300 s.);
 - `gain` grows only from a size that does its share by more than a standard error, in two windows or more;
-- where ranks are taken away, as many as trained are asked for again, and for a while no more, nor less: for twice as
-  long each time that they are taken from that size, until more than that have trained. Then the next host is asked for,
-  and waits; and from fewer, that size again at once, as it has been measured. A quota that swings would otherwise be
-  followed, and explored, with each swing.
+- where ranks are taken away, as many as trained are asked for again, and no less for a while; nor more, until as many
+  have trained for as long: twice as long each time that they are taken from that size, or that it has asked for more
+  in vain, until more than that have trained. Then the next host is asked for, and waits; and from fewer, that size
+  again at once, as it has been measured. A quota that swings would otherwise be followed, and explored, with each
+  swing.
 """
 
 from __future__ import annotations
@@ -303,11 +305,10 @@ class Patience:
     """After a change of size, before the next request."""
     come: float = 300.0
     """For what was asked for to come."""
-    first_hold: float = 600.0
-    """After ranks were taken away, before more are asked for than trained."""
+    first_hold: float = 450.0
+    """After ranks were taken away, before fewer are asked for than trained, and after they have come back, before more
+    are."""
     longest_hold: float = 2400.0
-    longest_back: float = 900.0
-    """For as many as trained to come back."""
     of_parts: float = 3600.0
     """For the rest of a request of which a part has come."""
     trial: float = 300.0
@@ -388,10 +389,14 @@ def _learnt(state: State, seen: Seen, patience: Patience) -> State:
     if seen.size != state.size:
         if seen.size >= state.refused or (seen.size > state.size and seen.now - state.since > patience.come):
             state = replace(state, refused=0)
-        state = replace(state, holds={size: hold for size, hold in state.holds.items() if size >= seen.size})
+        holds = {size: hold for size, hold in state.holds.items() if size >= seen.size}
+        if (hold := holds.get(seen.size)) is not None:  # they have come back, and have to stay for as long
+            holds[seen.size] = Ban(seen.now + hold.seconds, hold.seconds)
+        state = replace(state, holds=holds)
         if seen.size >= state.trained:
             state = replace(state, trained=0)
-        if not state.trained and seen.size < min(state.size, state.wanted):  # nobody has asked for fewer
+        has_stayed = seen.now - state.came_at >= patience.come
+        if (has_stayed or not state.trained) and seen.size < min(state.size, state.wanted):  # nobody has asked for it
             state = replace(state, trained=state.size, dropped_at=seen.now)
         state = replace(state, size=seen.size, came_at=seen.now, windows=())
     rate = seen.rate
@@ -502,7 +507,7 @@ def _smaller(policy: Gain, sizes: Sizes, state: State, seen: Seen) -> int:
 def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
     """More ranks, once all that were asked for train; or fewer than asked for, if they do not come."""
     if seen.size < state.wanted:
-        return _halved(sizes, state, seen, patience)
+        return _given_up(sizes, state, seen, patience)
     is_measured = len(state.windows) > 1  # of one, nobody knows what it would have been at another time
     waits = patience.settle if is_measured else patience.come  # a loop without an engine measures nothing
     if seen.now - state.came_at < waits or (isinstance(policy, Gain) and not is_measured):
@@ -523,7 +528,7 @@ def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience
     )
 
 
-def _halved(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
+def _given_up(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
     waited = seen.now - max(state.since, state.came_at)
     if waited < patience.come:
         return None
@@ -531,14 +536,16 @@ def _halved(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State
         state = replace(state, comes_partly=True)
     missing = (state.wanted - sizes.nearest(seen.size)) // sizes.unit
     hold = state.holds.get(state.trained)
-    waits = patience.come if hold is None else min(hold.seconds, patience.longest_back)
+    waits = patience.come if hold is None else hold.seconds
     waits = patience.of_parts if state.comes_partly else waits
     if missing <= 1 or waited < waits:
         return state
-    wanted = sizes.nearest(seen.size) + (1 if hold else missing // 2) * sizes.unit
+    wanted = sizes.nearest(seen.size) + sizes.unit
     why = f"only {seen.size} of {state.wanted} ranks came within {_duration(waits)}, so fewer are asked for"
-    refused = state.refused if state.trained else state.wanted
-    return _asked(state, wanted, why, seen, num_units=max(1, missing // 2), trained=0, refused=refused)
+    if not state.trained:
+        hold = Ban(seen.now, min(2 * patience.first_hold, patience.longest_hold))  # of the next time, twice as long
+        state = replace(state, refused=state.wanted, holds={**state.holds, seen.size: hold})
+    return _asked(state, wanted, why, seen, num_units=1, trained=0)
 
 
 def _worth_having(policy: Gain, state: State, seen: Seen, larger: list[int], unit: int) -> list[int]:
