@@ -91,8 +91,8 @@ class Admitted(Crowd):
                 self._waiting.append(self._starting.pop(0))
             self._changed.notify_all()
 
-    def changes_wanted(self) -> bool:
-        return super().changes_wanted() or bool(self._leaving & self._living)
+    def changes_wanted(self, num_steps: int) -> bool:
+        return super().changes_wanted(num_steps) or bool(self._leaving & self._living)
 
     def _announce(self) -> bool:
         if all(lets_in for _, lets_in in self._arrived.values()):

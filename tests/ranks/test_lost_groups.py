@@ -5,6 +5,7 @@ has is in test_lost_stages.py, test_lost_sequences.py, test_lost_experts.py and 
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from pathlib import Path
@@ -98,6 +99,48 @@ def test_a_group_leaves(axis: str, way: str, loop: str, preset: str, tmp_path: P
     sizes = race(axis, preset, DiesAt({1: 60}), tmp_path, way=way, loop=loop)
     assert sizes.keys() == ({2, 3} if AXES[axis].has_groups else {0, 2}), "of three in one group, one is a spare"
     assert all(4 in one and one[-1] == 2 for one in sizes.values())
+
+
+@sampled
+@pytest.mark.parametrize("asks", ["with a batch in hand", "after the step", "both"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_the_loader_of_a_spare_goes_where_the_others_are(axis: str, asks: str, nth: int, tmp_path: Path) -> None:
+    """Its group has lost a rank while it had a batch in hand, or had taken it; so it comes back with a batch from where
+    it was then, which trains nothing."""
+    torch.manual_seed(3)
+    own = AXES[axis]
+    task = own.ways[own.usual][0]()
+    start = task.make()
+    rows = len(task.batches) if isinstance(task, Sequences) else NUM_STEPS
+    models = [copy.deepcopy(start) for _ in range(5)]
+    fault = DiesBefore(1, 2, "exchange of any_rank", nth if asks == "both" else 1)
+
+    def work(world: World, member: int) -> dict[int, set[int]]:
+        optimizer = adamw(models[member])
+        engine = sw.shard(models[member], own.plan("zero2"), optimizer=optimizer, world=world)
+        fault(engine, member)
+        order = sw.data.Samples(shuffle=False)
+        steps = [[step] for step in range(rows) for _ in range(ROWS)]
+        loader = sw.data.Loader(steps, batch_rows=ROWS, world=engine.data_ranks, steps=NUM_STEPS, samples=order)
+        given: dict[int, set[int]] = {}
+        for (numbers,) in loader:
+            if asks != "after the step":
+                engine.any_rank(False)
+            step, void = engine.num_steps, engine.num_void
+            task.take_step("train_step", engine, optimizer, int(numbers[0]), *engine.data_ranks)
+            if engine.num_steps > step and engine.num_void == void:
+                given.setdefault(step, set()).update(numbers.tolist())
+            if asks != "with a batch in hand":
+                engine.any_rank(False)
+        engine.close()
+        return given
+
+    results = run_members(4, work, tmp_path, shares_memory=True, num_newcomers=1, least=4, not_before=4)
+    assert fault.is_dead
+    assert results.keys() == {0, 2, 3, 4}
+    for given in results.values():
+        assert all(numbers == {step} for step, numbers in given.items()), given
 
 
 def test_the_others_read_what_a_spare_shares_with_them(tmp_path: Path) -> None:

@@ -41,8 +41,10 @@ class Crowd:
         num_newcomers: int = 0,
         least: int = 1,
         hosts: Sequence[str] = (),
+        not_before: int = 0,
     ) -> None:
-        """A newcomer starts to wait when a member dies. `hosts` names the host of each member, if there are several."""
+        """A newcomer starts to wait when a member dies, and is let in after `not_before` steps. `hosts` names the host
+        of each member, if there are several."""
         self.folder = folder
         self.hosts = tuple(hosts)
         self.doomed: set[int] = set()
@@ -59,7 +61,7 @@ class Crowd:
         self._living = set(self._members)
         self._starting = [num_ranks + number for number in range(num_newcomers)]
         self._waiting: list[int] = []
-        self._least = least
+        self._least, self._not_before = least, not_before
         self.is_ending = False
         """Whether a member has finished: no more newcomers are let in."""
         self._arrived: dict[int, tuple[bytes, bool]] = {}
@@ -105,9 +107,9 @@ class Crowd:
                 self._waiting.append(self._starting.pop(0))
             self._changed.notify_all()
 
-    def changes_wanted(self) -> bool:
+    def changes_wanted(self, num_steps: int) -> bool:
         is_too_few = len(self._living) < self._least
-        return not self.is_ending and (is_too_few or self._could_grow())
+        return not self.is_ending and num_steps >= self._not_before and (is_too_few or self._could_grow())
 
     def need(self, least: int) -> None:
         self._least = max(self._least, least)
@@ -216,7 +218,7 @@ class ThreadMembership:
             plant(self.world)
 
     def changes_wanted(self) -> bool:
-        return self.crowd.changes_wanted()
+        return self.crowd.changes_wanted(self.step)
 
     def leave(self, *, must_go: bool = False) -> None:
         raise NotImplementedError
@@ -284,14 +286,24 @@ def run_members(
     num_newcomers: int = 0,
     least: int = 1,
     hosts: Sequence[str] = (),
+    not_before: int = 0,
     of: type[Crowd] = Crowd,
 ) -> dict[int, Result]:
     """Call `work(world, member)` on threads, and return the results of the surviving ones, by member.
 
-    With each death, one of `num_newcomers` begins to wait. Fewer than `least` members wait for one to join.
+    With each death, one of `num_newcomers` begins to wait, and is let in after `not_before` steps. Fewer than `least`
+    members wait for one to join.
     """
     prepare_operators()
-    crowd = of(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least, hosts=hosts)
+    crowd = of(
+        num_ranks,
+        folder,
+        shares_memory=shares_memory,
+        num_newcomers=num_newcomers,
+        least=least,
+        hosts=hosts,
+        not_before=not_before,
+    )
     results: dict[int, Result] = {}
     failures: list[BaseException] = []
 

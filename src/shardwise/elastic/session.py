@@ -135,6 +135,9 @@ class ElasticSession(Session):
         self._iterations, self._loop_state = self.recovery.iterations, self.recovery.loop_state
         self._quiet = self.recovery.quiet
         self._arrival = arrival
+        self._loaders_of_others = _loaders_of(arrival)
+        """Kept until an iteration begins that counts: a rank that was a spare may have had a batch in hand, of where it
+        was then. With that it begins a void iteration, so the others hand out again what comes where they are."""
         self.is_arriving = sharded.world.is_arriving = arrival is not None
         self._must_seed = arrival is not None
         """See `_seed`."""
@@ -221,7 +224,7 @@ class ElasticSession(Session):
         self.recovery.survival.await_copies()
 
     def come_back(self, arrival: Arrival) -> None:
-        self._arrival = arrival
+        self._arrival, self._loaders_of_others = arrival, _loaders_of(arrival)
         self.is_arriving = self.recovery.world.is_arriving = self._must_seed = True
         self._noted_fault = self._last = self._shown_steps = None
         self._is_first_commit = True
@@ -587,6 +590,8 @@ class ElasticSession(Session):
         self._loop_state.take(iterations.begun, keeps_last=recovery.survival.copies is not None)
         if iterations.is_void():
             self._loop_state.note_settings()
+        else:
+            self._loaders_of_others = []
 
     def _seed(self) -> None:
         """In the first step that a rank takes with others: the ranks of its replica group, which have all joined with
@@ -677,7 +682,8 @@ class ElasticSession(Session):
         return found
 
     def loaders_of_others(self) -> list[Any]:
-        return [] if self._arrival is None else self._arrival.loop.pop("loaders", [])
+        theirs, self._loaders_of_others = self._loaders_of_others, []
+        return theirs
 
     def reshard(self, plan: Plan) -> TierError | None:
         """A rank that has joined has the others' plan."""
@@ -736,6 +742,10 @@ class ElasticSession(Session):
 
 
 ElasticSession._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
+
+
+def _loaders_of(arrival: Arrival | None) -> list[Any]:
+    return [] if arrival is None else arrival.loop.pop("loaders", [])
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

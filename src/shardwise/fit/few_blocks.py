@@ -217,8 +217,5 @@ def _place(blocks: EqualBlocks, moment: Moment) -> tuple[str, int] | None:
 
 def _shifted(blocks: EqualBlocks, record: tuple[Mark, Worked], by: int, num_bytes: int) -> Record:
     mark, worked = record
-    moment = replace(mark.moment, unit=blocks.moved(mark.moment.unit, by)) if by else mark.moment
-    shifted = replace(
-        mark, moment=moment, peak_bytes=mark.peak_bytes + num_bytes, live_bytes=mark.live_bytes + num_bytes
-    )
-    return shifted, replace(worked, moment=moment) if by else worked
+    shifted = mark.renamed(lambda name: blocks.renamed(name, by), num_bytes)
+    return shifted, replace(worked, moment=shifted.moment) if by else worked

@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLa
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing
 from shardwise.parallel.pipeline.survey import Found, carried, empty
 from shardwise.plan.placement import Dtype
-from shardwise.program import Activations, Moment
+from shardwise.program import Activations
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
 from shardwise.program.schedule import Schedule, schedule_of_calls
 from shardwise.runtime.activations import BEHIND_BYTES, Treatments
@@ -88,13 +88,9 @@ class StageRecord:
     sent_back: int
 
     def renamed(self, rename: Callable[[str], str]) -> StageRecord:
-        """The same with other names of units."""
-
-        def moved(moment: Moment) -> Moment:
-            return replace(moment, unit=rename(moment.unit))
-
-        marks = tuple(replace(mark, moment=moved(mark.moment)) for mark in self.activations.marks)
-        worked = tuple(replace(one, moment=moved(one.moment)) for one in self.worked)
+        """The same with other names of units and flat buffers."""
+        marks = tuple(mark.renamed(rename) for mark in self.activations.marks)
+        worked = tuple(replace(one, moment=replace(one.moment, unit=rename(one.moment.unit))) for one in self.worked)
         halved = frozenset(map(rename, self.halved))
         return replace(self, activations=replace(self.activations, marks=marks), worked=worked, halved=halved)
 

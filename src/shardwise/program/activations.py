@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from shardwise.program.action import END_OF_BACKWARD, Moment
 from shardwise.program.spec import Trace
@@ -41,6 +42,22 @@ class Mark:
     def peaks_with(self, num_bytes: int) -> tuple[Held, ...]:
         """`peaks` with so many bytes more."""
         return tuple(Held(max(0, one.num_bytes + num_bytes), one.awaited) for one in self.peaks)
+
+    def renamed(self, rename: Callable[[str], str], num_bytes: int = 0) -> Mark:
+        """The same with other names of units and flat buffers, above so many bytes more."""
+
+        def those(awaited: Awaited) -> Awaited:
+            return tuple((rename(flat), numel) for flat, numel in awaited)
+
+        return Mark(
+            replace(self.moment, unit=rename(self.moment.unit)),
+            self.peak_bytes + num_bytes,
+            self.live_bytes + num_bytes,
+            self.heap_bytes,
+            tuple(Held(one.num_bytes, those(one.awaited)) for one in self.peaks_with(num_bytes)),
+            those(self.awaited),
+            self.come_bytes,
+        )
 
 
 @dataclass(frozen=True)
