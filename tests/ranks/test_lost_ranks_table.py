@@ -76,7 +76,7 @@ class DiesCopying:
     place of the one before."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._copy = Survival._copy
+        self._copy, self._wait = Survival._copy, Survival.await_copies
         self.is_copying = self.died = False
         dies = self
 
@@ -86,7 +86,15 @@ class DiesCopying:
             else:
                 dies._copy(survival, step)
 
+        def or_die(survival: Survival) -> None:
+            dies._wait(survival)
+            is_victim = f"rank{VICTIM}" in survival.place.name and not dies.died  # later it is the name of another
+            if is_victim and dies.is_copying:  # it would wait for ever
+                dies.died = True
+                raise Killed
+
         monkeypatch.setattr(Survival, "_copy", or_half)
+        monkeypatch.setattr(Survival, "await_copies", or_die)
 
     def _copy_half(self, survival: Survival) -> None:
         image = survival.image

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import torch
 
 import shardwise as sw
 from shardwise.elastic import mesh_choice
+from shardwise.elastic.state_image import TORN
+from shardwise.elastic.survival import Survival
 from shardwise.fit.hardware import hardware
 from shardwise.fit.smaller_meshes import PlainModel
 from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan.replica_groups import mesh_of
 from tests import inside
 from tests.covering import covering
+from tests.patience import PATIENCE
 from tests.ranks.lost_groups import (
     IN_GROUPS_OF_FOUR,
     PAIRS,
@@ -35,7 +39,7 @@ from tests.ranks.lost_groups import (
     race_while_saving,
 )
 from tests.ranks.test_lost_ranks import DiesAt
-from tests.ranks.test_lost_ranks_table import DiesCopying
+from tests.ranks.test_lost_ranks_table import AT, VICTIM, DiesCopying
 from tests.ranks.threads_as_members import ThreadMembership
 from tests.thorough import drawn, sampled, soak, thorough_only
 
@@ -134,6 +138,61 @@ def test_a_rank_dies_while_its_state_is_copied(
     sizes = race(pair, preset, dies, tmp_path)
     assert dies.died
     assert {one[-1] for one in sizes.values()} == {2}
+
+
+class DiesInVerdict(DiesBefore):
+    """A rank dies between the two sums of the verdict, when its partner along the first axis goes on to update. The
+    copy of the step before takes as long as the rank does not wait for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(VICTIM, AT, "all_reduce of verdict", 2)
+        self._may_end, self._has_updated = threading.Event(), threading.Event()
+        copied, waited, completed, followed = Survival._copy, Survival.await_copies, Survival.complete, Survival.follow
+
+        def is_of_victim(survival: Survival) -> bool:
+            return f"rank{VICTIM}" in survival.place.name
+
+        def copies(survival: Survival, version: int) -> None:
+            if version == AT and is_of_victim(survival):
+                survival.image.shadow_version = TORN
+                assert self._may_end.wait(PATIENCE)
+                if self.is_dead:
+                    return
+            copied(survival, version)
+
+        def follows(survival: Survival, version: int) -> None:
+            if version == AT and is_of_victim(survival):
+                self._may_end.clear()
+            followed(survival, version)
+
+        def waits(survival: Survival) -> None:
+            if is_of_victim(survival):
+                self._may_end.set()
+            waited(survival)
+
+        def completes(survival: Survival, version: int, *sums: Any) -> None:
+            completed(survival, version, *sums)
+            if version == AT + 1:
+                self._has_updated.set()
+
+        for name, patched in (("_copy", copies), ("follow", follows), ("await_copies", waits), ("complete", completes)):
+            monkeypatch.setattr(Survival, name, patched)
+
+    def _die(self) -> None:
+        try:
+            super()._die()
+        finally:
+            if self.is_dead:
+                assert self._has_updated.wait(PATIENCE)
+                self._may_end.set()
+
+
+def test_a_rank_whose_state_is_being_copied_gives_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some would have updated with it, and have no parameters of the step before any more, to which all return."""
+    dies = DiesInVerdict(monkeypatch)
+    sizes = race("sp tp", "ddp", dies, tmp_path)
+    assert dies.is_dead
+    assert {one[-1] for one in sizes.values()} == {1}
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -66,7 +66,8 @@ class Source:
     is_live_whole: bool
     """See `Directory.is_live_whole`."""
     sees_update: bool
-    """Whether the survivor has its own parameters as they were after the last update, with what others updated."""
+    """Whether the survivor has its own parameters as they were after the update that made the live version, with what
+    others updated."""
     is_all: bool
     """See `Directory.is_all`."""
 
@@ -193,12 +194,14 @@ class Layout:
         checksums than they have noted."""
         if self.survival is None:
             return {}
-        sees_update = self._sees_update()
+        sees_update, own = self._sees_update(), self.survival.image.live_version
         found = {rank: self.images_of(rank) for rank in self.gone}
         compared = found if compares else {}
         changed = {rank for rank in compared if self._has_changed(me, rank, found[rank], sees_update=sees_update)}
         return {
-            rank: [Source.of(image, sees_update and rank not in changed) for image in images]
+            rank: [
+                Source.of(image, sees_update and rank not in changed and image.live_version == own) for image in images
+            ]
             for rank, images in found.items()
         }
 

@@ -196,6 +196,8 @@ class ElasticSession(Session):
         pipeline: see [Note: stages]."""
         self.sharded, self._lines = sharded, sharded.lines
         sharded.before_update, sharded.before_settling = self._before_update, self._before_settling
+        settles = weakref.WeakMethod(self._before_settling)
+        sharded.parts.gradients.before_verdict = lambda: (method := settles()) is not None and method()
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
         repeats, leaves_out = weakref.WeakMethod(self._is_to_repeat), weakref.WeakMethod(self.leaves_out)

@@ -3,7 +3,9 @@
 [Note: two images] A file has two regions of the same layout. *Live*: optimizer states, and master weights that are in
 no other shared memory, are tensors in it, and the optimizer updates them in place. *Shadow*: the whole state after the
 last step, copied during the next forward and backward. Before an update, the rank waits for that copy and marks the
-live region as torn until the step is complete on this rank. So one of the two is whole at any moment:
+live region as torn until the step is complete on this rank. It waits before the verdict, since who has that may have
+updated when this rank is lost: then nobody has its parameters as they were, which may not be in the live region. So one
+of the two is whole at any moment:
 
     forward, backward    live = N; shadow = N, or being copied (other ranks can read what is not in the live region)
     update               live = torn; shadow = N

@@ -57,6 +57,8 @@ class Gradients:
         self._agreement = agreement
         self._runner = runner
         self._verdict = verdict
+        self.before_verdict: Callable[[], object] = lambda: None
+        """Called before ranks agree on an update. Who has the verdict may update while others still wait for it."""
         self._exchange, self._exchange_of_peers, self._exchange_of_data = exchanges
         self._uncompared = frozenset(
             slot.name for flat in self._flats for slot in flat.slots if slot.is_copied and not slot.is_split
@@ -161,6 +163,7 @@ class Gradients:
         if scaler is not None and self._prepared_at is not None and self.is_taken:
             scale_gradients(self._flats, scaler.scale)  # as are the gradients that have come since
         runner.end_calls()
+        self.before_verdict()
         runner.step.before()
         norm = self._verdict.decide()
         if self._verdict.is_incomplete:
