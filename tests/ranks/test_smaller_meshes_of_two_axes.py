@@ -190,9 +190,8 @@ class DiesInVerdict(DiesBefore):
 def test_a_rank_whose_state_is_being_copied_gives_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some would have updated with it, and have no parameters of the step before any more, to which all return."""
     dies = DiesInVerdict(monkeypatch)
-    sizes = race("sp tp", "ddp", dies, tmp_path)
+    race("sp tp", "ddp", dies, tmp_path)
     assert dies.is_dead
-    assert {one[-1] for one in sizes.values()} == {1}
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
