@@ -42,7 +42,6 @@ from shardwise.optim.precision.late_float import LateFloat, Norm, root
 from shardwise.program import verdict_dtype, verdict_numel
 
 Tensor = torch.Tensor
-"""Sends a message to some ranks, and returns those of all of them."""
 _NEWS = 4096.0
 _LEFT, _HAS_NEWS, _READS, _SAME_MARKS = 1, 2, 4, 8
 _SLICE_NUMEL = 2**18
