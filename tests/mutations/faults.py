@@ -651,9 +651,15 @@ PRECISION = _of(
         "presets",
     ),
     (
-        "copies count several times in the norm",
+        "copies along tp count several times in the norm",
         "own = own if copies == 1 else own / copies",
         "own = 1.0 * own",
+        "tensor_parallel",
+    ),
+    (
+        "of replicas each takes all squares, as if it were alone",
+        "return [copies / num_shares for copies in copies_of_slots], (number, num_shares)",
+        "return [copies / num_shares for copies in copies_of_slots], (0, 1)",
         "presets",
     ),
     (
