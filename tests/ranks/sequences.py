@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from twins import MakeOptimizer, Run, adamw, by_micro_batches, plain_run, ranks_run
+from twins import MakeOptimizer, Run, adamw, assert_alike, by_micro_batches, plain_run, ranks_run
 
 import shardwise as sw
 from tests.models import VOCAB
@@ -69,3 +69,26 @@ def split_run(
     asked = {"preset": preset, "mesh": dict(mesh), **plan}
     train = by_micro_batches(loss_of_part)
     return ranks_run(model, data, asked, make_optimizer, train=train, grads_of=grads_of, **how)[0]
+
+
+def assert_trains_as_whole(
+    model: nn.Module,
+    data: Sequence[Batch],
+    preset: str,
+    mesh: Mapping[str, int],
+    *,
+    loss_of: LossOf = mean_loss,
+    **how: Any,
+) -> None:
+    """`split_run` has the results of `whole_run`."""
+    run = split_run(model, data, preset, mesh, loss_of=loss_of, **how)
+    assert_alike(run, whole_run(model, data, loss_of=loss_of))
+
+
+def train_in_one_call(engine: sw.Engine, batch: Batch, **split: Any) -> Tensor:
+    """A step of a model that returns logits; `split` is for `split_sequence`."""
+    part = engine.split_sequence(batch, **split)
+    labels = part.pop("labels")
+    return engine.forward_backward(
+        part, labels, loss_fn=lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten())
+    )

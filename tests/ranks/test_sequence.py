@@ -10,7 +10,7 @@ import pytest
 import torch
 from allocations import Allocations
 from fake_devices import Devices
-from sequences import Batch, batches, mean_loss, split_run, whole_run
+from sequences import Batch, assert_trains_as_whole, batches, mean_loss, split_run, whole_run
 from twins import MakeOptimizer, adamw, assert_alike, chunked
 
 import shardwise as sw
@@ -36,24 +36,21 @@ def gpt(**how: Any) -> Gpt:
 @pytest.mark.parametrize("preset", ONE_AXIS)
 def test_every_preset_trains_as_the_whole_model(preset: str, mesh: dict[str, int], attention: str) -> None:
     model, data = gpt(), batches(3)
-    run = split_run(model, data, preset, mesh, sequence={"attention": attention})
-    assert_alike(run, whole_run(model, data))
+    assert_trains_as_whole(model, data, preset, mesh, sequence={"attention": attention})
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("preset", ["hsdp", "hpz"])
 def test_beside_two_data_axes(preset: str) -> None:
     model, data = gpt(), batches(2)
-    run = split_run(model, data, preset, {"node": 2, "local": 2, "sp": 2})
-    assert_alike(run, whole_run(model, data))
+    assert_trains_as_whole(model, data, preset, {"node": 2, "local": 2, "sp": 2})
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_by_messages_and_with_sp_outermost(attention: str) -> None:
     model, data = gpt(), batches(2)
     mesh, plan = {"sp": 2, "dp": 2}, {"attention": attention}
-    run = split_run(model, data, "zero3", mesh, sequence=plan, shares_memory=False)
-    assert_alike(run, whole_run(model, data))
+    assert_trains_as_whole(model, data, "zero3", mesh, sequence=plan, shares_memory=False)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +69,13 @@ def test_with_recomputing_accumulation_and_clipping(preset: str, attention: str,
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 def test_four_ranks_share_in_one_sequence(attention: str) -> None:
     model, data = gpt(), batches(2, rows=1)
-    run = split_run(model, data, "zero3", {"sp": 4}, sequence={"attention": attention})
-    assert_alike(run, whole_run(model, data))
+    assert_trains_as_whole(model, data, "zero3", {"sp": 4}, sequence={"attention": attention})
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_on_devices(attention: str) -> None:
     model, data = gpt(), batches(2)
-    run = split_run(model, data, "zero3", SPLIT, sequence={"attention": attention}, run=Devices("late").run)
-    assert_alike(run, whole_run(model, data))
+    assert_trains_as_whole(model, data, "zero3", SPLIT, sequence={"attention": attention}, run=Devices("late").run)
 
 
 def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -109,8 +104,7 @@ def test_optimizers_that_look_at_whole_parameters(make_optimizer: MakeOptimizer)
 )
 def test_with_other_rows_for_some_parameters(plan: dict[str, Any]) -> None:
     model, data = gpt(), batches(2)
-    run = split_run(model, data, "zero3-kept", BOTH, **plan)
-    assert_alike(run, whole_run(model, data))
+    assert_trains_as_whole(model, data, "zero3-kept", BOTH, **plan)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

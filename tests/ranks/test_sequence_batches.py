@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, batches, counted_loss, split_run, whole_run
+from sequences import TOKENS, assert_trains_as_whole, batches, counted_loss
 from torch import nn
 from torch.nn import functional
-from twins import assert_alike, work_on_ranks
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.data import Loader
@@ -41,8 +41,7 @@ def test_the_loss_counts_tokens_once(attention: str, tokens: int) -> None:
     for batch in data:
         batch["labels"] = batch["labels"].clone()
         batch["labels"][:, 1:7] = -100
-    run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=counted_loss)
-    assert_alike(run, whole_run(model, data, loss_of=counted_loss))
+    assert_trains_as_whole(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=counted_loss)
 
 
 def test_without_an_axis_sp_nothing_is_cut() -> None:

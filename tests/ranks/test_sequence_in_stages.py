@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, whole_run
+from sequences import TOKENS, Batch, train_in_one_call, whole_run
 from sequences import batches as gpt_batches
 from test_sequence_transformers import batches, built, gpt2, llama, own_loss
 from torch import Tensor, nn
@@ -135,18 +136,12 @@ def test_micro_batches_have_documents_of_their_own(mesh: dict[str, int], attenti
     """A split batch is cut into micro-batches, several of which are in flight. Each keeps its own documents."""
     model, data = Gpt(num_blocks=3, recomputes=recomputes), gpt_batches(2)
 
-    def train(engine: sw.Engine, rows: Batch) -> Tensor:
-        part = engine.split_sequence(rows, documents=DOCUMENTS)
-        labels = part.pop("labels")
-        return engine.forward_backward(
-            part, labels, loss_fn=lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten())
-        )
-
     def loss_of(plain: Any, batch: Batch) -> Tensor:
         return packed_loss(plain, batch, DOCUMENTS)
 
     twin = whole_run(model, data, loss_of=loss_of)
     plan = {"preset": "zero2", "accumulate": 4, "sequence": {"attention": attention}}
+    train = partial(train_in_one_call, documents=DOCUMENTS)
     for run in staged_run(model, data, mesh, train, **plan):
         assert_alike(run, twin)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import batches, split_run, whole_run
+from sequences import assert_trains_as_whole, batches, split_run
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from twins import assert_alike, work_on_ranks
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -140,7 +140,7 @@ def test_other_losses_train_as_on_whole_sequences(how: str) -> None:
         loss: Tensor = RIGHT[how](model(batch["input_ids"], batch["position_ids"]), batch["labels"])
         return loss
 
-    assert_alike(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
+    assert_trains_as_whole(model, data, "zero2", {"sp": 2}, loss_of=loss_of)
 
 
 def test_a_mean_of_losses_is_refused_if_other_numbers_of_labels_count_on_the_ranks() -> None:
@@ -209,7 +209,7 @@ def test_own_means_over_as_many_tokens_train_as_on_whole_sequences() -> None:
         total: Tensor = (losses * mask).sum() / mask.sum().clamp(min=1) + losses[mask].mean()
         return total
 
-    assert_alike(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
+    assert_trains_as_whole(model, data, "zero2", {"sp": 2}, loss_of=loss_of)
 
 
 def test_copies_are_plain() -> None:
@@ -261,7 +261,6 @@ def test_what_is_as_many_as_tokens_is_told_from_them(preset: str, attention: str
     def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
 
-    run = split_run(model, data, preset, {"sp": 2}, loss_of=loss_of, sequence={"attention": attention})
-    assert_alike(run, whole_run(model, data, loss_of=loss_of))
+    assert_trains_as_whole(model, data, preset, {"sp": 2}, loss_of=loss_of, sequence={"attention": attention})
     with pytest.raises(ModelError, match=r"calls mean on a tensor of shape .* mixes its tokens"):
         split_run(Headed(mixes=True), data, preset, {"sp": 2}, loss_of=loss_of, sequence={"attention": attention})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, split_run, whole_run
+from sequences import TOKENS, Batch, assert_trains_as_whole, split_run, whole_run
 from small_transformers import VOCAB, gpt2, library, llama
 from torch import nn
 from torch.nn import functional
@@ -120,8 +120,7 @@ def built(build: Any) -> nn.Module:
 @pytest.mark.parametrize("build", [llama, gpt2, mistral])
 def test_trains_as_the_whole_model(build: Any, attention: str) -> None:
     model, data = built(build), batches(2)
-    run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
-    assert_alike(run, whole_run(model, data, loss_of=own_loss))
+    assert_trains_as_whole(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
 
 
 @thorough_only("three things at once; the tests beside it have each")
@@ -135,8 +134,7 @@ def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) 
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 9:] = 0
         batch["labels"][1, 9:] = IGNORED
-    run = split_run(model, data, "zero2", {"sp": 4}, sequence={"attention": attention}, loss_of=own_loss)
-    assert_alike(run, whole_run(model, data, loss_of=own_loss))
+    assert_trains_as_whole(model, data, "zero2", {"sp": 4}, sequence={"attention": attention}, loss_of=own_loss)
 
 
 def padded(where: str, tokens: int = TOKENS) -> list[Batch]:
@@ -159,8 +157,7 @@ def padded(where: str, tokens: int = TOKENS) -> list[Batch]:
 def test_padding_anywhere(build: Any, where: str, attention: str) -> None:
     """Padding sees the kept tokens before it, and not itself. OPT numbers only kept tokens."""
     model, data = built(build), padded(where)
-    run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
-    assert_alike(run, whole_run(model, data, loss_of=own_loss))
+    assert_trains_as_whole(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -169,8 +166,7 @@ def test_left_padding_with_positions_over_four_ranks() -> None:
     for batch in data:
         kept = batch["attention_mask"]
         batch["position_ids"] = (kept.cumsum(1) - 1).masked_fill(kept == 0, 1)
-    run = split_run(model, data, "zero3", {"sp": 4}, sequence={"attention": "ring"}, loss_of=own_loss)
-    assert_alike(run, whole_run(model, data, loss_of=own_loss))
+    assert_trains_as_whole(model, data, "zero3", {"sp": 4}, sequence={"attention": "ring"}, loss_of=own_loss)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -229,8 +225,7 @@ def test_a_model_that_looks_both_ways(kind: str) -> None:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 12:] = 0
     for attention in ("ulysses", "ring"):
-        run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=loss_of)
-        assert_alike(run, whole_run(model, data, loss_of=loss_of))
+        assert_trains_as_whole(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=loss_of)
 
 
 def test_a_plain_loop_gives_whole_batches() -> None:

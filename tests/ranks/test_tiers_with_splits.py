@@ -16,7 +16,6 @@ from pipelined import batches
 from sequences import Batch, whole_run
 from test_split_products import TIED, net
 from torch import Tensor, nn
-from torch.nn import functional
 from twins import Run, adamw, assert_alike, at_once, ranks_run, work_on_ranks
 
 import shardwise as sw
@@ -42,14 +41,6 @@ def of_pairs(model: Any, batch: Batch) -> Tensor:
 
 def train_pairs(engine: sw.Engine, batch: Batch) -> Tensor:
     return engine.forward_backward((batch["x"], batch["y"]))
-
-
-def train_sequences(engine: sw.Engine, batch: Batch) -> Tensor:
-    part = engine.split_sequence(batch)
-    labels = part.pop("labels")
-    return engine.forward_backward(
-        part, labels, loss_fn=lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten())
-    )
 
 
 def decoder() -> nn.Module:
@@ -91,7 +82,9 @@ def of_tensors(mesh: dict[str, int], **plan: Any) -> Split:
 
 def of_sequences(mesh: dict[str, int], attention: str) -> Split:
     plan = {"sequence": {"attention": attention}}
-    return Split(gpt, mesh, plan, train_sequences, sequences.mean_loss, lambda: sequences.batches(NUM_STEPS, rows=8))
+    return Split(
+        gpt, mesh, plan, sequences.train_in_one_call, sequences.mean_loss, lambda: sequences.batches(NUM_STEPS, rows=8)
+    )
 
 
 CASES: dict[str, tuple[Split, dict[str, Any], bool]] = {

@@ -37,7 +37,7 @@ from shardwise.fit.smaller_meshes import PlainModel, in_words, joined
 from shardwise.fit.stage_balance import stage_balance
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
-from shardwise.parallel.experts import EXPERT_LOAD, expert_split
+from shardwise.parallel.experts import expert_split
 from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
 from shardwise.parallel.pipeline import stage_layout
 from shardwise.plan import Budget, Plan
@@ -181,10 +181,10 @@ def activations_of(
     plan: Plan,
     mesh: Mesh,
     converted: Converted,
-    expert_load: float = EXPERT_LOAD,
-    optimizer: str | None = None,
+    expert_load: float,
+    optimizer: str | None,
     *,
-    hardware: Hardware | None = None,
+    hardware: Hardware | None,
 ) -> Foreseen:
     """What `model`, with its `converted` modules, holds and sends in a forward and backward on the batch that
     `FILE:CALLABLE` returns; with a pipeline, for the rank with the most parameters.

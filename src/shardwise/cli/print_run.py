@@ -60,12 +60,12 @@ def _parts(view: RunView, height: int | None) -> Iterator[RenderableType]:
         yield Text(f"rank {note.rank}, {note.level}: {note.text}", style="red" if note.level == "error" else "yellow")
 
 
-def sparkline(values: Sequence[float], width: int = NUM_BARS) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """The course of `values` as a line of bars, each the mean of neighbouring values."""
     if not values:
         return ""
-    width = min(width, len(values))
-    edges = [len(values) * place // width for place in range(width + 1)]
+    num_bars = min(NUM_BARS, len(values))
+    edges = [len(values) * place // num_bars for place in range(num_bars + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
     least, span = min(means), max(means) - min(means)
     if not math.isfinite(span):  # the values are finite, but sums of them are not

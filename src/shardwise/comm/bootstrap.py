@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.compat import PrefixStore, Store, TCPStore
+from shardwise.comm.transport import mpi
 from shardwise.comm.transport.gloo import GlooTransport
 from shardwise.comm.transport.nccl import leave_errors_to_the_watch
 from shardwise.comm.transport.pairwise import Transport
@@ -26,7 +27,14 @@ from shardwise.errors import CommError, ConfigError
 from shardwise.system.devices import RankDevice, TorchAccelerator
 from shardwise.system.job_token import Seal
 from shardwise.system.listening import listen_at, own_address
-from shardwise.system.process_rank import ProcessRank, address_of, left_over, port_in
+from shardwise.system.process_rank import (
+    ProcessRank,
+    address_of,
+    attempt_of,
+    launcher_keeps_store,
+    left_over,
+    port_in,
+)
 
 LATER_SECONDS = 10
 """gloo's own timeout closes connections and names no rank, so the watchdog's has to come first."""
@@ -128,7 +136,7 @@ def open_process_group(
     Keys carry the attempt and how often its ranks have met, so that no rank reads what a dead generation wrote, or an
     earlier world of the same processes: gloo would connect to the addresses of that one.
     """
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = attempt_of(env)
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
     host, port = address_of(env, process)
     who, where = f"Rank {process.rank}" + (f" of {process.size}" if process.size else ""), f"{host}:{port}"
@@ -155,7 +163,7 @@ def open_process_group(
         if by_mpi:
             number = meet(store, is_host=rank == 0)
         else:
-            is_host = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            is_host = rank == 0 and not launcher_keeps_store(env)
             opened = partial(_store_at, host, port, process, timeout, patience_seconds=patience_seconds)
             store, number = meet_at(opened, meet, deadline, is_host=is_host)
         own_store = PrefixStore(f"shardwise/attempt-{attempt}/startup-{number}", store)
@@ -211,12 +219,19 @@ def _store_at(
     except OSError:
         gc.collect()  # an earlier world of this process that is part of a cycle keeps its store until then
         listener = listen_at(host, port)
-    # As torch would, but with our own error for a port that is taken. Its own client connects where it listens: the
-    # address may be one at which others reach this host and it does not reach itself, or, left over, another host's.
+    return _kept_store(listener, process.size, timeout)
+
+
+def _kept_store(listener: socket.socket, size: int | None, timeout: datetime.timedelta) -> TCPStore:
+    """The store that this process keeps, which listens as `listener` does.
+
+    As torch would open it, but with our own error for a port that is taken. Its own client connects where it listens:
+    the address may be one at which others reach this host and it does not reach itself, or, left over, another host's.
+    """
     return TCPStore(
         own_address(listener),
         listener.getsockname()[1],
-        process.size,
+        size,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
@@ -229,7 +244,7 @@ def _store_by_mpi(
 ) -> tuple[ProcessRank, Store, str, str]:
     """This process's rank by MPI, a store whose address rank 0 sends by MPI, that address, and a token that only the
     ranks know. All ranks call."""
-    from shardwise.comm.transport.mpi.address import addresses_of_this_host, confirm, connect, invite, invited
+    from shardwise.comm.transport.mpi.address import addresses_to_send, confirm, connect, invite, invited
     from shardwise.comm.transport.mpi.library import checked_session
 
     session = checked_session(process)
@@ -241,17 +256,8 @@ def _store_by_mpi(
     # local ranks connect by the loopback interface, others by any: listen on the former, or on all
     listener = listen_at("127.0.0.1" if is_local else "", port_in(env, 0))
     port = listener.getsockname()[1]
-    address = env.get("MASTER_ADDR", "")
-    addresses = [address] if address else ["127.0.0.1"] if is_local else addresses_of_this_host()
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        process.size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    addresses = addresses_to_send(env, is_local=is_local)
+    store = _kept_store(listener, process.size, timeout)
     session.kept.append(store)  # other ranks may still use the board when this rank has closed its world
     invitation = invite(session, addresses, port)
     confirm(store, invitation)
@@ -273,10 +279,10 @@ def open_groups(
 
     settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cpu" and by_mpi:
-        from shardwise.comm.transport.mpi.backend import BACKEND, register
+        from shardwise.comm.transport.mpi.backend import register
 
         register()
-        dist.init_process_group(BACKEND, **settings)
+        dist.init_process_group(mpi.BACKEND, **settings)
         return open_mpi(), None
     if device.type == "cpu":
         with opened_inside() as sockets:

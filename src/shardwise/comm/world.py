@@ -30,6 +30,7 @@ from shardwise.comm.collectives import Communicator
 from shardwise.comm.group import Group
 from shardwise.comm.host_layout import even_local_size
 from shardwise.comm.regrouping import Membership
+from shardwise.comm.transport import mpi
 from shardwise.comm.transport.between_hosts import BetweenHosts
 from shardwise.comm.transport.device_collectives import DeviceCollectives
 from shardwise.comm.transport.nccl import NcclGroups, leave_errors_to_the_watch
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 EVERYBODY = "world"
 TIMEOUT_SECONDS = 600
 PATIENCE_SECONDS = 10
-MPI_BACKEND = "mpi4py"
-"""Torch's name of our backend."""
 
 
 @dataclass(frozen=True)
@@ -466,7 +465,7 @@ def _goes_by_mpi(env: Mapping[str, str], process: ProcessRank, wish: str | None,
     if name:
         return name == "mpi"
     if not owns:
-        return str(dist.get_backend()) == MPI_BACKEND
+        return str(dist.get_backend()) == mpi.BACKEND
     return process.is_mpi
 
 

@@ -11,7 +11,8 @@ MPI too.
 
 from __future__ import annotations
 
-from shardwise.comm.transport.mpi.backend import BACKEND, register
+from shardwise.comm.transport.mpi import BACKEND
+from shardwise.comm.transport.mpi.backend import register
 from shardwise.comm.transport.mpi.rank_variables import as_torchrun_would
 
 __all__ = ["BACKEND"]

@@ -84,5 +84,5 @@ def _in_file(path: Path) -> Iterator[Note]:
         return
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
-            line = plain_data.read(text.encode(), {"time": float, "rank": int, "level": str, "text": str})
+            line = plain_data.read(text, {"time": float, "rank": int, "level": str, "text": str})
             yield Note(float(line["time"]), line["rank"], line["level"], line["text"])

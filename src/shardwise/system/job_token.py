@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Mapping
 
+from shardwise.system.process_rank import attempt_of
+
 VARIABLE = "SHARDWISE_TOKEN"
 """Where a rank finds the token. Other launchers may set it too, to the same value on all ranks."""
 _CODE_BYTES = 32
@@ -45,7 +47,7 @@ class Seal:
     @classmethod
     def of(cls, env: Mapping[str, str], token: str = "") -> Seal:
         """The seal for the job and attempt in the environment of a rank. `token` is used if that has none."""
-        return cls(env.get(VARIABLE, "") or token, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(env.get(VARIABLE, "") or token, attempt_of(env))
 
     def within(self, scope: str) -> Seal:
         """The seal for one part of an attempt, such as a generation: content from another part is not accepted."""

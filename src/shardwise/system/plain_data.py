@@ -21,8 +21,9 @@ class OneOf:
         self.shapes = shapes
 
 
-def read(content: bytes, shape: Shape, *, max_bytes: int = MAX_BYTES) -> Any:
+def read(content: bytes | str, shape: Shape, *, max_bytes: int = MAX_BYTES) -> Any:
     """The JSON value in `content`, which must have `shape`. Raises `ValueError` for anything else."""
+    content = content.encode() if isinstance(content, str) else content
     if len(content) > max_bytes:
         raise ValueError(f"it has {len(content)} bytes, more than {max_bytes}")
     try:

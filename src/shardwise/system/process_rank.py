@@ -134,6 +134,17 @@ def left_over(env: Mapping[str, str], process: ProcessRank) -> str:
     return ""
 
 
+def attempt_of(env: Mapping[str, str]) -> str:
+    """The number of the attempt of a job to which this process belongs: keys of a store and seals carry it, so that no
+    rank believes what a dead attempt wrote."""
+    return env.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def launcher_keeps_store(env: Mapping[str, str]) -> bool:
+    """Whether the store in which ranks meet is the launcher's, and outlives any of them; otherwise rank 0 keeps it."""
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def address_of(env: Mapping[str, str], process: ProcessRank) -> tuple[str, int]:
     """Host and port at which ranks meet unless MPI provides them: MASTER_ADDR and MASTER_PORT, or one of Slurm's hosts.
 

@@ -3,18 +3,17 @@ it is."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from shardwise.system.whose_code import TORCHS
+
 Function = Callable[..., Any]
-_TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
 
 
 def named(*names: str) -> set[Function]:
@@ -94,7 +93,7 @@ def is_called_by(name: str) -> bool:
 def is_called_by_torch() -> bool:
     """Whether that call is made by a function of torch's, whoever has called that."""
     frame = _caller()
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    return frame is not None and frame.f_code.co_filename.startswith(TORCHS)
 
 
 def is_called_within(module: str) -> bool:

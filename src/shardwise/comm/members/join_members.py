@@ -25,7 +25,7 @@ from shardwise.comm.members.membership import Opening, StoreMembership
 from shardwise.comm.regrouping import W
 from shardwise.errors import CommError
 from shardwise.system.job_token import Seal
-from shardwise.system.process_rank import ProcessRank, process_rank_of
+from shardwise.system.process_rank import ProcessRank, attempt_of, process_rank_of
 
 _LEFT_AFTER_SECONDS = 0.1
 """How long an opening that was nearly done may still take. See [Note: abandoned openings]."""
@@ -45,7 +45,7 @@ def join_members(
         return begin(opening, open_generation(process_rank_of(env), opening, timeout_seconds), membership)
 
     images = env.get("SHARDWISE_IMAGES", "")
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = attempt_of(env)
     launcher = LauncherConnection(env)
     launcher.watch()
     store = launcher.connect()

@@ -149,7 +149,7 @@ def meshes_as_text(axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]]
 
 def meshes_of_text(text: str) -> tuple[dict[str, int], tuple[dict[str, int], ...]]:
     """Raises `ValueError` for anything else."""
-    every: list[dict[str, int]] = plain_data.read(text.encode(), [{str: int}])
+    every: list[dict[str, int]] = plain_data.read(text, [{str: int}])
     if not every:
         raise ValueError("there is no mesh")
     return every[0], tuple(every[1:])
@@ -162,15 +162,11 @@ def reports_as_text(reports: Sequence[bytes]) -> str:
 
 def reports_of_text(text: str | bytes) -> tuple[bytes, ...]:
     """Raises `ValueError` for anything else."""
-    return tuple(base64.b85decode(one) for one in plain_data.read(_encoded(text), [str]))
+    return tuple(base64.b85decode(one) for one in plain_data.read(text, [str]))
 
 
 def _read(text: str | bytes, shape: plain_data.Shape, kinds: Sequence[str]) -> dict[str, Any]:
-    plain: dict[str, Any] = plain_data.read(_encoded(text), shape)
+    plain: dict[str, Any] = plain_data.read(text, shape)
     if plain["kind"] not in kinds:
         raise ValueError(f"{plain['kind']!r} is not a kind of message")
     return plain
-
-
-def _encoded(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text

@@ -28,7 +28,7 @@ class Pace:
     @classmethod
     def from_text(cls, text: str) -> Pace:
         """Raises `ValueError` for anything else."""
-        plain: dict[str, Any] = plain_data.read(text.encode(), _SHAPE)
+        plain: dict[str, Any] = plain_data.read(text, _SHAPE)
         predicted = {int(size): seconds for size, seconds in plain.pop("predicted").items()}
         if not (plain["size"] > 0 and plain["step_seconds"] > 0 and plain["error"] >= 0):
             raise ValueError("it is not a pace")

@@ -46,5 +46,5 @@ class Fault:
     @classmethod
     def from_json(cls, text: str | bytes) -> Fault:
         """Raises `ValueError` for anything else."""
-        plain = plain_data.read(text.encode() if isinstance(text, str) else text, _SHAPE)
+        plain = plain_data.read(text, _SHAPE)
         return cls(**{**plain, "ranks": tuple(plain["ranks"])})

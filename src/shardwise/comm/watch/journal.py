@@ -16,12 +16,6 @@ done the same.
 [Note: links] A message from one stage of a pipeline to the next is entered by two ranks only, each at another point of
 its own step: one of them may have run more backwards by then, and marks have no common order with it. So neither enters
 the tags of a link, which depend on its own messages alone.
-
-[Note: whose code] Errors and reports name the line of the user's script, and what it called of this library. Both are
-found in the frames, by the folders of their files, as `logging` and `warnings.warn(skip_file_prefixes=...)` find
-callers: a rank that hangs in its own loop, or in a loader, calls nothing of ours that could announce where it is, and
-where torch calls our hooks there are torch's frames in between. Only the folder of this whole package counts, no file
-or function in it. Past 40 frames that takes 4 us, for each collective outside of a program.
 """
 
 from __future__ import annotations
@@ -36,14 +30,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 import torch
 
-from shardwise import errors
 from shardwise.comm.group import Group
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.status import Entered, PassPath, Status, Track
@@ -52,6 +43,7 @@ from shardwise.errors import CommError, StateError
 from shardwise.program import Action, Moment
 from shardwise.system.printable import printable
 from shardwise.system.telemetry import StepClock
+from shardwise.system.whose_code import whose
 
 NUM_REMEMBERED = 32
 _NUM_MOMENTS = 64
@@ -62,9 +54,6 @@ _NUM_MARKED = 4
 FIRST_SIDE_TAG = 2**30
 """Tags from here on are those of `comm/transport/side_channel.py`. gloo's tags are not negative, and have 32 bits."""
 _TAGS = FIRST_SIDE_TAG - 1
-_PACKAGE = f"{Path(errors.__file__).parent}{os.sep}"  # see [Note: whose code]
-_TORCH = str(Path(torch.__file__).parent)
-_STANDARD = (threading.__file__, contextlib.__file__)
 _WORDS = "CALLED_BY_TORCH"
 """A module with this name says in words what its functions are about that torch calls, and no user knows by name."""
 _CLOSED = "closed"
@@ -401,17 +390,17 @@ def _track(line: LineRecord) -> Track:
 
 def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:
     """Walk from a frame outwards to the first one in the user's code. Returns the last library function on the way, as
-    a call or in words, and that frame.
+    a call or in words, and that frame. See [Note: whose code] in `system/whose_code.py`.
 
     The way leads through torch where it calls us back (an optimizer's hooks).
     """
     last: FrameType | None = None
     while frame is not None:
         code = frame.f_code
-        whose = _whose(code.co_filename)
-        if whose == "the user's":
+        of_whom = whose(code.co_filename)
+        if of_whom == "the user's":
             break
-        if whose == "ours" and code.co_name != "<lambda>":
+        if of_whom == "ours" and code.co_name != "<lambda>":
             last = frame
         frame = frame.f_back
     if last is None:
@@ -419,13 +408,6 @@ def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:
     name = last.f_code.co_name
     words: str = last.f_globals.get(_WORDS, {}).get(name, f"{name}()")
     return words, frame
-
-
-@lru_cache(4096)  # asked for dozens of frames at each message between stages
-def _whose(file_name: str) -> Literal["ours", "the user's", "others'"]:
-    if file_name.startswith(_PACKAGE):
-        return "ours"
-    return "others'" if file_name.startswith((_TORCH, *_STANDARD, "<")) else "the user's"
 
 
 @contextlib.contextmanager

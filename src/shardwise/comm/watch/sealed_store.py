@@ -37,13 +37,9 @@ class SealedStore:
         """Raises `NotOfJobError` for a value that no member of the job has written."""
         return self._opened(key, self._store.get(key))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` if it does not exist; returns its value then. `expected` must be `""`.
-
-        Raises `NotOfJobError` as `get` does.
-        """
-        assert not expected, "a value that is there is never replaced"
-        return self._opened(key, self._store.compare_set(key, "", self._closed(key, desired)))  # type: ignore[arg-type]
+    def set_once(self, key: str, value: str) -> bytes:
+        """Set `key` if it does not exist; returns its value then. Raises `NotOfJobError` as `get` does."""
+        return self._opened(key, self._store.compare_set(key, "", self._closed(key, value)))  # type: ignore[arg-type]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys exist, whoever has written them."""

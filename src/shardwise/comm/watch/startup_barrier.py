@@ -65,7 +65,7 @@ class StartupBarrier:
 
     def cancel(self, fault: Fault) -> Fault:
         """Make all who wait here, now or later, raise `fault`, or the one that was posted before. Returns that one."""
-        return Fault.from_json(self._store.compare_set("fault", "", fault.to_json()))
+        return Fault.from_json(self._store.set_once("fault", fault.to_json()))
 
     def cancel_without(self, ended: Iterable[int], living: Iterable[int]) -> None:
         """Cancel it if one of the `living` ranks waits for one that has `ended`. For the launcher."""
@@ -78,7 +78,7 @@ class StartupBarrier:
 
     def _introduce(self, rank: int, size: int) -> None:
         me = self._me
-        there = self._store.compare_set(f"who/{rank}", "", me).decode()
+        there = self._store.set_once(f"who/{rank}", me).decode()
         if there != me:
             self._refuse(
                 rank,
@@ -86,7 +86,7 @@ class StartupBarrier:
                 f"- 1, and each job an address (MASTER_ADDR, MASTER_PORT) of its own. A program that a rank starts "
                 f"has its variables, too: start it without RANK and WORLD_SIZE.",
             )
-        first = self._store.compare_set("size", "", f"{size} {rank}").decode()
+        first = self._store.set_once("size", f"{size} {rank}").decode()
         their_size, other = map(int, first.split())
         if their_size != size:
             self._refuse(

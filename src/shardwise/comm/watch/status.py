@@ -105,7 +105,7 @@ class Status:
     @classmethod
     def from_json(cls, text: str | bytes) -> Status:
         """Raises `ValueError` for anything else."""
-        plain = plain_data.read(text.encode() if isinstance(text, str) else text, _SHAPE)
+        plain = plain_data.read(text, _SHAPE)
         if plain["state"] not in get_args(State):
             raise ValueError(f"{plain['state']!r} is not a state of a rank")
         awaited = plain["awaited"]

@@ -17,6 +17,7 @@ from shardwise.comm.watch.sockets import end_silence
 from shardwise.comm.watch.status import Status
 from shardwise.errors import CommError
 from shardwise.system.job_token import Seal
+from shardwise.system.process_rank import launcher_keeps_store
 
 _ANSWER_SECONDS = 5
 _STATUS, _FAULT, _LEFT, _WORLDS = "status", "fault", "left", "worlds"
@@ -84,7 +85,7 @@ class StoreStatusBoard:
 
     @property
     def outlives_ranks(self) -> bool:
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 usually keeps it
+        return launcher_keeps_store(os.environ)
 
     def publish(self, status: Status) -> None:
         self._answered(lambda: self._store.set(f"{_STATUS}/{status.rank}", status.to_json()))
@@ -98,7 +99,7 @@ class StoreStatusBoard:
     def claim(self, fault: Fault) -> Fault:
         text = fault.to_json()
         try:
-            return Fault.from_json(self._answered(lambda: self._store.compare_set(_FAULT, "", text)))
+            return Fault.from_json(self._answered(lambda: self._store.set_once(_FAULT, text)))
         except (CommError, ValueError):  # written by a stranger
             self._answered(lambda: self._store.set(_FAULT, text))
             return fault

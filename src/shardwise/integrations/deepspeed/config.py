@@ -202,7 +202,7 @@ def read_config(
     config = load_config(source)
     values, notes = _classified(config, auto or {})
     values.one_of("checkpoint.tag_validation", ("ignore", "warn", "fail"))
-    values.one_of("gradient_allreduce_op", ("mean", "sum"))
+    reduction = values.one_of("gradient_allreduce_op", ("mean", "sum"))
     values.flag("hybrid_engine.enabled")
     values.flag("hybrid_engine.pin_parameters")
     values.count("hybrid_engine.inference_tp_size")
@@ -214,7 +214,7 @@ def read_config(
     elif values.is_given("pipeline.stages"):
         notes.append(Note("pipeline.stages", FieldStatus.NOT_NEEDED, _STAGES_OF_MODULE))
     sizes = _ParallelSizes.of(values, num_stages, world_size)
-    if str(values.get("gradient_allreduce_op")).lower() == "sum" and (not may_sum or num_stages * sizes.sequence > 1):
+    if reduction == "sum" and (not may_sum or num_stages * sizes.sequence > 1):
         raise ConfigError(
             'gradient_allreduce_op = "sum" is for deepspeed.initialize(), without pipelines or split sequences; here '
             "gradients are averaged. Leave it out, and multiply the loss by the number of data-parallel ranks."
@@ -259,11 +259,12 @@ class _Values:
     def is_given(self, path: str) -> bool:
         return path in self.given
 
-    def one_of(self, path: str, words: tuple[str, ...]) -> None:
-        """Raise `ConfigError` for anything but one of `words`, in upper or lower case."""
+    def one_of(self, path: str, words: tuple[str, ...]) -> str:
+        """One of `words`, which may be in upper case in the config. Raises `ConfigError` for anything else."""
         value = self.get(path)
         if not isinstance(value, str) or value.lower() not in words:
             raise ConfigError(f"{path} is {json.dumps(value)}; it must be one of {', '.join(words)}.")
+        return value.lower()
 
     def flag(self, path: str) -> bool:
         value = self.get(path)

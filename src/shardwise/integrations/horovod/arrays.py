@@ -24,7 +24,7 @@ def _writable(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def to_numpy(tensor: Tensor, dtype: Any = None) -> np.ndarray:
+def to_numpy(tensor: Tensor, dtype: Any) -> np.ndarray:
     """`tensor` as an array. `dtype` is for bfloat16: another package defines it for numpy, such as `ml_dtypes`."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(dtype)

@@ -48,9 +48,11 @@ class Forward:
         """The forward of the module's class."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def weight_of(self, name: str = "weight") -> Tensor:
-        weight: Tensor = getattr(self.module, name)
-        return weight
+    @property
+    def weight(self) -> Tensor:
+        module: Any = self.module
+        own: Tensor = module.weight
+        return own
 
 
 class Column(Forward):
@@ -100,7 +102,7 @@ class Column(Forward):
         multiply = getattr(self.module, MULTIPLY_SPLIT, None)
         if multiply is None:
             return self.original(entered, *args, **kwargs)
-        made, bias = multiply(entered, self.weight_of(), self.line, "out"), self.module._parameters.get("bias")
+        made, bias = multiply(entered, self.weight, self.line, "out"), self.module._parameters.get("bias")
         return made if bias is None else made + bias.to(made.dtype)
 
     def entered(self, tensor: Tensor) -> Tensor:
@@ -148,7 +150,7 @@ class Row(Forward):
 
     def __call__(self, tensor: Tensor) -> Tensor:
         own = scatter_to(tensor, self.line, -1, self.sizes) if self.scatters else tensor
-        weight, made = self.weight_of(), None
+        weight, made = self.weight, None
         try:
             if (multiply := getattr(self.module, MULTIPLY_SPLIT, None)) is not None:
                 made = multiply(own, weight, self.line, "in")

@@ -61,7 +61,7 @@ def pack(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> t
     return tuple(slots)
 
 
-def pack_boxes(named: Iterable[tuple[str, Box]], align: int = ALIGN) -> tuple[Slot, ...]:
+def pack_boxes(named: Iterable[tuple[str, Box]], align: int) -> tuple[Slot, ...]:
     """`pack` for parameters of which this rank has only these boxes."""
     every = dict(named)
     slots = pack(((name, box.own_shape) for name, box in every.items()), align)

@@ -68,7 +68,7 @@ class Offloaded:
 
 
 @lru_cache(256)  # all parameters of a model have few tables
-def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier = "host") -> Table:
+def with_update_on_host(table: Table, *, params: Tier, states: Tier) -> Table:
     """`table` with the update on the host and `states` there or on a disk; gradients are on the host too if they wait
     in the form that the update needs. Resting parameters go to `params`."""
     optim = replace(table.optim, tier=states)

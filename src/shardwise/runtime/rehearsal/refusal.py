@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
 
-import torch
 from torch import nn
 
-from shardwise import errors
 from shardwise.errors import ModelError
 from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from shardwise.system.whose_code import whose
 
 WITHOUT_BATCH = (
     "leave the batch away, and activations will not be counted; or, where a plan is searched for, name a preset"
 )
-LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(errors.__file__).parent)
 
 
 def refusal(error: Exception, model: nn.Module, instead: str = "") -> ModelError:
@@ -41,15 +38,9 @@ def refusal(error: Exception, model: nn.Module, instead: str = "") -> ModelError
 
 
 def _place(error: Exception) -> str:
-    """The innermost line outside of torch and shardwise: `model.py:12, in forward, "if x.sum() > 0:"`."""
+    """The innermost line of the user's code: `model.py:12, in forward, "if x.sum() > 0:"`."""
     frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if _is_user_code(frame.filename)]
-    if not user_frames:
+    last = next((frame for frame in reversed(frames) if whose(frame.filename) == "the user's"), None)
+    if last is None:
         return "a place outside of any forward,"
-    last = user_frames[-1]
     return f"{last.filename}:{last.lineno}, in {last.name}, {last.line!r},"
-
-
-def _is_user_code(file: str) -> bool:
-    path = Path(file)
-    return path.is_file() and not any(path.is_relative_to(folder) for folder in LIBRARY_FOLDERS)

@@ -172,9 +172,9 @@ def rehearse_work(  # noqa: PLR0913  # likewise
     *,
     device: torch.device,
     compute: Dtype,
-    treatments: Treatments | None = None,
-    watch: Watch | None = None,
-    on_cpu: bool | None = None,
+    treatments: Treatments | None,
+    watch: Watch | None,
+    on_cpu: bool | None,
 ) -> Activations:
     """As `rehearse`, for another kind of forward and backward: `prepare` makes the work for the copy of `model`, once
     its hooks are registered. The work may run several times."""
@@ -186,7 +186,7 @@ def rehearse_work(  # noqa: PLR0913  # likewise
         twin, fake = _copies(model, units, _arguments(batch), device, ledger)
         modes.enter_context(products)
         modes.enter_context(elsewhere_kernels)
-        stage = _Stage(twin, on_cpu, watch)
+        listener = _Listener(twin, on_cpu, watch)
         work = prepare(twin)
         on_host = RehearsedStore(None if watch is None else partial(_copied, watch, "host"))
         on_disk = RehearsedDiskStore(None if watch is None else partial(_copied, watch, "disk"))
@@ -202,16 +202,16 @@ def rehearse_work(  # noqa: PLR0913  # likewise
             for store in elsewhere.values():
                 store.begin_peaks()
             try:
-                stage.perform(work, fake, compute)
+                listener.perform(work, fake, compute)
             except ModelError:
                 raise
             except Exception as error:
                 raise refusal(error, model, WITHOUT_BATCH) from error
-            if not stage.is_wiser:
+            if not listener.is_wiser:
                 break
     process_bytes = process_bytes_for(compute) + products.kernel_bytes if on_cpu else 0
     return Activations(
-        tuple(stage.marks),
+        tuple(listener.marks),
         process_bytes,
         on_cpu,
         host_bytes=on_host.peak_bytes,
@@ -219,7 +219,7 @@ def rehearse_work(  # noqa: PLR0913  # likewise
         disk_bytes=on_disk.peak_bytes,
         staging_bytes=on_disk.peak_staging_bytes,
         unit_bytes=on_disk.peak_unit_bytes,
-        peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
+        peak_heap_bytes=listener.peak_heap_bytes if on_cpu else 0,
         gap_bytes=GAP_BYTES if on_cpu and WIDTH[compute] == 2 else 0,
         code_bytes=CODE_BYTES if on_cpu else 0,
     )
@@ -363,7 +363,7 @@ def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-class _Stage:
+class _Listener:
     """Listens to the hooks of the copied model, as the runner does in training, and records moments."""
 
     def __init__(self, twin: Twin, on_cpu: bool, watch: Watch | None = None) -> None:
@@ -388,7 +388,7 @@ class _Stage:
         for flats in self._staying.values():
             for flat in flats:
                 assert isinstance(flat.grads, TwinGradients)
-                flat.grads.first_comes = partial(_Stage._comes, weakref.proxy(self), flat.spec.name)
+                flat.grads.first_comes = partial(_Listener._comes, weakref.proxy(self), flat.spec.name)
 
     def perform(self, work: Work, batch: tuple[Any, Any], compute: Dtype) -> None:
         """Run one pass, which sets `marks`, and `is_wiser` if another pass will discover more."""

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 _UNLIKELY = (37, 41, 43, 47, 53, 59, 61)
 
 
-def size_unlike_others(model: nn.Module, batch: object, dim: int, size: int, multiple: int = 1) -> int:
+def size_unlike_others(model: nn.Module, batch: object, dim: int, size: int, multiple: int) -> int:
     """A number near `size`, which is that of dimension `dim` in `batch`, of which no other size in the model's
     parameters or in the batch is a multiple. Smaller, if there is one. It is a multiple of `multiple` itself."""
     sizes = {one for param in model.parameters() for one in param.shape}

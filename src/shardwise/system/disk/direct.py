@@ -35,7 +35,7 @@ def write_at(handle: int, data: memoryview, offset: int, calls: Calls = SYSTEM) 
     return _all_of(calls.write, handle, data, offset, calls, lambda _: full)
 
 
-def read_at(handle: int, into: memoryview, offset: int, calls: Calls = SYSTEM) -> bool:
+def read_at(handle: int, into: memoryview, offset: int, calls: Calls) -> bool:
     """Fill `into`. Raises `EOFError` if the file ends too early. Returns False as `write_at` does."""
     return _all_of(calls.read, handle, into, offset, calls, lambda at: EOFError(f"it ends at byte {at}"))
 

@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -111,6 +111,14 @@ def connect(invitation: Invitation, size: int, timeout: datetime.timedelta, dead
 def confirm(store: TCPStore, invitation: Invitation) -> None:
     """Rank 0 calls this before the others connect."""
     store.set(f"{_MARK}/{invitation.mark}", "here")
+
+
+def addresses_to_send(env: Mapping[str, str], *, is_local: bool) -> list[str]:
+    """Those of rank 0's host that it sends to the others: MASTER_ADDR, or else all; `is_local` if the others are on it,
+    too."""
+    if address := env.get("MASTER_ADDR", ""):
+        return [address]
+    return ["127.0.0.1"] if is_local else addresses_of_this_host()
 
 
 def addresses_of_this_host() -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.comm.transport.mpi import BACKEND
 from shardwise.comm.transport.mpi.algorithms import Line
 from shardwise.comm.transport.mpi.library import Session, session
 from shardwise.comm.transport.mpi.process_group import MpiProcessGroup
 from shardwise.errors import CommError
 
-BACKEND = "mpi4py"
 _NUM_TAGS = 32_767
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from shardwise.comm.transport.mpi import BACKEND
 from shardwise.comm.transport.mpi.algorithms import Line, land, name_of, room_for
 from shardwise.comm.transport.mpi.library import Session
 from shardwise.comm.transport.mpi.mpi_work import MpiWork
@@ -45,7 +46,7 @@ class MpiProcessGroup(_Base):
     # -- what torch asks of a group ---------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "mpi4py"
+        return BACKEND
 
     def size(self) -> int:
         return self._line.size

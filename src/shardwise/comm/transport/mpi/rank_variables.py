@@ -6,7 +6,7 @@ import os
 import socket
 import time
 
-from shardwise.comm.transport.mpi.address import Invitation, addresses_of_this_host, invite, invited
+from shardwise.comm.transport.mpi.address import Invitation, addresses_to_send, invite, invited
 from shardwise.comm.transport.mpi.library import checked_session
 from shardwise.errors import CommError
 from shardwise.system.process_rank import port_in, process_rank_of
@@ -26,8 +26,7 @@ def as_torchrun_would() -> None:
     session = checked_session(process)
     is_local = process.local_size == session.size
     if session.rank == 0:
-        address = os.environ.get("MASTER_ADDR", "")
-        addresses = [address] if address else ["127.0.0.1"] if is_local else addresses_of_this_host()
+        addresses = addresses_to_send(os.environ, is_local=is_local)
         invitation = invite(session, addresses, port_in(os.environ, 0) or _free_port())
     else:
         invitation = invited(session, time.monotonic() + _TIMEOUT_SECONDS, _PATIENCE_SECONDS)

@@ -1,0 +1,33 @@
+"""Whose code it is.
+
+[Note: whose code] Errors and reports name the line of the user's script, and what it called of this library. Both are
+found in the frames, by the folders of their files, as `logging` and `warnings.warn(skip_file_prefixes=...)` find
+callers: a rank that hangs in its own loop, or in a loader, calls nothing of ours that could announce where it is, and
+where torch calls our hooks there are torch's frames in between. Only the folder of this whole package counts, no file
+or function in it. Past 40 frames that takes 4 us, for each collective outside of a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from shardwise import errors
+
+_OURS, TORCHS = (f"{Path(str(module.__file__)).parent}{os.sep}" for module in (errors, torch))
+_OTHERS = (TORCHS, threading.__file__, contextlib.__file__, "<")
+"""Between a user's code and ours: torch, threads and contexts, and what has no file."""
+
+
+@lru_cache(4096)  # asked for dozens of frames at each message between stages
+def whose(file_name: str) -> Literal["ours", "the user's", "others'"]:
+    """Whose the code of a file is, by the name that its frames have."""
+    if file_name.startswith(_OURS):
+        return "ours"
+    return "others'" if file_name.startswith(_OTHERS) else "the user's"
