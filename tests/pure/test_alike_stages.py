@@ -11,8 +11,9 @@ from torch import nn
 
 from shardwise.fit import foreseen
 from shardwise.fit.alike_stages import StageKinds
-from shardwise.fit.foreseen import Counted, count_step
-from shardwise.fit.stage_rehearsal import StageRehearsal
+from shardwise.fit.few_blocks import FewBlocks
+from shardwise.fit.foreseen import Counted, WithBlocks, parts_of
+from shardwise.fit.stage_rehearsal import StageRecord, StageRehearsal
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from tests.models import Decoder
@@ -43,7 +44,13 @@ class Remembers(Decoder):
 
 
 def counted(
-    model: nn.Module, values: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *, of_few: bool, on_cpu: bool
+    model: nn.Module,
+    values: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    of_few: bool,
+    on_cpu: bool,
+    with_blocks: WithBlocks | None = None,
 ) -> tuple[list[Counted], list[int]]:
     """What is counted, and the stages that were rehearsed for it."""
     stages: list[int] = []
@@ -60,7 +67,8 @@ def counted(
         patch.setattr(StageRehearsal, "rehearse", noted)
         if not of_few:
             patch.setattr(foreseen.StageKinds, "of", lambda *_: StageKinds())
-        return count_step(model, batch, plan, mesh, counts_work=True, on_cpu=on_cpu), stages
+        parts = parts_of(model, plan, mesh, on_cpu=on_cpu)
+        return parts.of_stages(model, batch, counts_work=True, with_blocks=with_blocks), stages
 
 
 def on_meta(build: type[Decoder], num_blocks: int = NUM_BLOCKS) -> nn.Module:
@@ -117,3 +125,102 @@ def test_stages_that_do_other_things_are_each_rehearsed(build: type[Decoder], mo
     every, _ = counted(on_meta(build), values, monkeypatch, of_few=False, on_cpu=False)
     assert few == every
     assert set(rehearsed) == set(range(5))
+
+
+class Between(Decoder):
+    """Has a parameter that every stage has."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks=num_blocks)
+        self.shift = nn.Parameter(torch.zeros(32))
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits_of(hidden + self.shift)
+
+
+SHORT: dict[str, tuple[dict[str, Any], int]] = {
+    "1f1b": ({"preset": "zero3", "mesh": {"pp": 8, "dp": 2}, "accumulate": 12}, 1),
+    "zb-h1": (
+        {
+            "mesh": {"pp": 8},
+            "accumulate": 16,
+            "pipeline": {"schedule": "zb-h1"},
+            "activations": {"policy": "recompute"},
+        },
+        1,
+    ),
+    "interleaved": (
+        {"mesh": {"pp": 8}, "accumulate": 16, "pipeline": {"schedule": "interleaved", "virtual_stages": 2}},
+        2,
+    ),
+    "offload": ({"mesh": {"pp": 8}, "accumulate": 12, "activations": {"policy": "offload"}}, 1),
+}
+
+
+def in_a_row(num_stages: int, of_each: int = 1) -> tuple[list[list[str]], int]:
+    """Stages of as many blocks, but for the first one, which has two more, and how many blocks there are."""
+    numbers = iter(range(num_stages * of_each + 2))
+    stages = [[f"blocks.{next(numbers)}" for _ in range(of_each + 2 * (stage == 0))] for stage in range(num_stages)]
+    return [["tokens", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "head"]], num_stages * of_each + 2
+
+
+def test_what_a_first_half_keeps_does_not_depend_on_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and output gradients of linear layers. What a backward computes again is there once, and where the forward
+    has freed an input, another one must not be taken for it."""
+    record = StageRehearsal.record
+
+    def asides(policy: str) -> list[int]:
+        found = dict[int, int]()
+
+        def noted(self: StageRehearsal, stage: int) -> StageRecord:
+            made = record(self, stage)
+            found[stage] = made.aside
+            return made
+
+        values = {**CASES["zb-h1"], "activations": {"policy": policy}}
+        values["pipeline"] = {**values["pipeline"], "stages": STAGES}
+        with monkeypatch.context() as patch:
+            patch.setattr(StageRehearsal, "record", noted)
+            counted(on_meta(Decoder), values, monkeypatch, of_few=False, on_cpu=False)
+        return [found[stage] for stage in sorted(found)]
+
+    kept = asides("keep")
+    assert min(kept) > 0
+    assert kept[1] == kept[2] == kept[3]
+    for policy in ("selective", "recompute"):
+        assert asides(policy) == kept, policy
+
+
+@sampled
+@pytest.mark.parametrize("case", SHORT)
+def test_most_ranks_of_a_pipeline_are_left_out(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is found is as if all had been there, to the byte, the operation and the name; no stage is rehearsed
+    beyond those of five ranks."""
+    values, chunks = SHORT[case]
+    stages, num_blocks = in_a_row(8 * chunks)
+    values = {**values, "pipeline": {**values.get("pipeline", {}), "stages": stages}}
+    few = FewBlocks.of(on_meta(Decoder, num_blocks))
+    made: list[int] = []
+
+    def with_blocks(num: int) -> nn.Module:
+        made.append(num)
+        return few.with_blocks(num)
+
+    short, rehearsed = counted(few.model, values, monkeypatch, of_few=True, on_cpu=False, with_blocks=with_blocks)
+    every, _ = counted(on_meta(Decoder, num_blocks), values, monkeypatch, of_few=True, on_cpu=False)
+    assert short == every
+    num_ranks = 4 if chunks > 1 else 5
+    assert made == [num_ranks * chunks + 2]
+    assert max(rehearsed) == num_ranks * chunks - 1
+
+
+@sampled
+@pytest.mark.parametrize("build", [Uneven, Remembers, Between])
+def test_no_rank_is_left_out_where_others_do_not_tell(build: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where inner stages do other things, read results of distant ones, or all have some parameter."""
+    stages, num_blocks = in_a_row(8)
+    values = {"mesh": {"pp": 8}, "accumulate": 12, "pipeline": {"stages": stages}}
+    few = FewBlocks.of(on_meta(build, num_blocks))
+    short, _ = counted(few.model, values, monkeypatch, of_few=True, on_cpu=False, with_blocks=few.with_blocks)
+    every, _ = counted(on_meta(build, num_blocks), values, monkeypatch, of_few=True, on_cpu=False)
+    assert short == every

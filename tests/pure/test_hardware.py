@@ -90,6 +90,12 @@ def test_a_file_of_the_user_s_own_is_checked_as_a_plan_is(tmp_path: Path) -> Non
     assert "host.memory_bytes is 'many'; expected a whole number of at least 0" in str(below.value)
     assert "unknown key 'memory_byte' in host. Did you mean 'memory_bytes'?" in str(below.value)
     assert "unknown key 'rank_per_node' in the hardware. Did you mean 'ranks_per_node'?" in str(caught.value)
+    mine.write_text(source.replace("\nmemory_bytes:", "\nmemory_byte:"))
+    with pytest.raises(ConfigError) as absent:
+        hardware(str(mine))
+    assert f"{mine}: the hardware has no key 'memory_bytes', and needs one." in str(absent.value)
+    assert "unknown key 'memory_byte' in the hardware" in str(absent.value)
+    assert "the hardware is {" not in str(absent.value)
     (tmp_path / "mkdocs.yml").write_text("site_name: none of ours\n")
     with pytest.raises(ConfigError, match=r"Did you mean 'mine\.yaml'"):
         hardware(tmp_path / "mone.yml")

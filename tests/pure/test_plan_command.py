@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.fit.foreseen import device_here
 from shardwise.plan import load_plan
 
 MODEL = """
@@ -54,7 +55,7 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
     [
         (["--world", "0"], "--world is 0"),
         (["--world", "1000000000"], "--world is 1000000000; give at most 2000000"),
-        (["--world", "12"], "do not divide --world 12"),
+        (["--world", "12"], "do not divide --world 12. Give --per-host 6, or another"),
         (["--world", "8", "--per-host", "0"], "--per-host is 0; give at least 1"),
         (["--world", "8", "--rows", "1000000000000000000"], "--rows is 1000000000000000000; give 1 to 1073741824"),
         (["--world", "8", "--micro-batch", "4,-1"], "--micro-batch is '4,-1'; give whole numbers from 1 on"),
@@ -78,6 +79,13 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
 def test_what_is_refused(words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_plans_for_other_devices_are_not_measured_here(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is the fastest on processors says nothing of accelerators, whose list was put in that order."""
+    other = "h100-sxm" if device_here().type == "cpu" else "cpu"
+    assert main([*words, "--world", "2", "--hardware", other, "--measure", "2"]) == 2
+    assert f"and {other} has" in capsys.readouterr().err
 
 
 def test_precisions_are_tried_if_they_are_asked_for(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,4 +134,39 @@ def test_a_batch_of_an_unknown_type_is_refused_by_it(words: list[str], capsys: p
     file.write_text(MODEL + own)
     words[4] = words[4].replace(":batch", ":pair")
     assert main([*words, "--world", "8"]) == 2
-    assert "of type Pair, has no tensor with a dim for samples" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "of type Pair, has no tensor with a dim for samples" in said
+    assert "What a Pair holds is not seen: let the model take its tensors" in said
+
+
+def test_a_module_without_parameters_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words[2] = words[2].replace(":Model", ":nothing")
+    file = Path(words[2].partition(":")[0])
+    file.write_text(MODEL + "def nothing():\n    return torch.nn.ReLU()\n")
+    assert main([*words, "--world", "8"]) == 2
+    assert "ReLU has no parameters, so there is nothing to train or to shard" in capsys.readouterr().err
+
+
+def test_the_schedule_of_a_plan_is_kept(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """With the stages on each rank that it says, also with a first and a last stage without blocks, as in Llama 3
+    405B: 128 stages of 126 blocks on 16 ranks."""
+    deep = """
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(14))
+        self.last = torch.nn.Linear(64, 64)
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).sum()
+"""
+    Path(words[2].partition(":")[0]).write_text(MODEL + deep)
+    words[2] = words[2].replace(":Model", ":Deep")
+    words[words.index("none")] = "pp"
+    asked = ["--set", "pipeline.schedule=interleaved", "--set", "pipeline.virtual_stages=4", "--micro-batch", "1"]
+    assert main([*words, "--world", "8", "--json", *asked, "--set", "mesh.pp=4", "--set", "mesh.dp=2"]) == 0
+    for one in json.loads(capsys.readouterr().out)["evaluated"]:
+        assert "interleaved of 4" in one["plan"]

@@ -19,7 +19,7 @@ from shardwise.cli.output_files import require_absent, require_svg, write
 from shardwise.errors import ConfigError, nearest
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.candidates import MOST_ROWS, Space, precisions_of, wires_of
-from shardwise.fit.foreseen import updates_of
+from shardwise.fit.foreseen import device_here, updates_of
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, OBJECTIVES, Found, Limits, Ranked, as_json, search
@@ -28,6 +28,7 @@ from shardwise.plan import Offload, Plan, load_plan
 from shardwise.plan.mesh import check_num_ranks
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import read_calibration
+from shardwise.system.even_parts import divisors
 from shardwise.system.units import bytes_of, format_bytes, format_seconds
 
 AXES = ("tp", "pp", "sp", "ep")
@@ -80,9 +81,19 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits]:
         named = calibrated_hardware(read_calibration(), this_machine())
     else:
         named = hardware(args.hardware)
+    if args.measure and named.is_processor != (device_here().type == "cpu"):
+        kinds = ("processors", "accelerators") if named.is_processor else ("accelerators", "processors")
+        raise ConfigError(
+            f"--measure runs the best plans on this machine's {kinds[1]}, and {named.name} has {kinds[0]}, on which "
+            f"others may be the fastest. Leave --measure out, or run it there."
+        )
     num_local = args.per_host or (args.world if named.is_processor else min(args.world, named.ranks_per_node))
     if args.world % num_local:
-        raise ConfigError(f"{num_local} ranks on each host do not divide --world {args.world}. Give --per-host.")
+        most = max(size for size in divisors(args.world) if size <= num_local)
+        raise ConfigError(
+            f"{num_local} ranks on each host do not divide --world {args.world}. Give --per-host {most}, or another "
+            f"number that does."
+        )
     machine = named.with_ranks(num_local)
     base = load_plan({} if args.base is None else args.base, args.set)
     model = build_model(args.model)
@@ -135,6 +146,8 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
         space = replace(space, presets=(base.preset,))
     if base.activations.policy is not None:
         space = replace(space, activations=(base.activations.policy,))
+    if base.pipeline.model_fields_set & {"schedule", "virtual_stages"}:
+        space = replace(space, schedules=())
     return space
 
 

@@ -66,8 +66,12 @@ class StageKinds:
 
     def record(self, record: StageRecord, stage: int, source: int) -> StageRecord:
         """The `record` of stage `source` as that of `stage`."""
-        assert self.blocks is not None
-        blocks, by = self.blocks, self.firsts[stage] - self.firsts[source]
+        return self.moved(record, self.firsts[stage] - self.firsts[source])
+
+    def moved(self, record: StageRecord, by: int) -> StageRecord:
+        """The `record` of a stage as that of one whose blocks are `by` further on."""
+        blocks = self.blocks
+        assert blocks is not None
         return record.renamed(lambda unit: blocks.renamed(unit, by))
 
     def returned(self, layout: StageMessageLayout, before: StageMessageLayout, by: int) -> dict[str, Sequence[object]]:
@@ -112,16 +116,35 @@ class FewStages:
     def rank(self, pp_rank: int) -> tuple[RankRecord, StageRehearsal, Mapping[int, Mapping[str, int]]]:
         """What is known of a rank after all stages have been rehearsed; its rehearsal, or that of one which shares the
         same with other stages; and what it sends within its layers, by stage."""
-        records, sent = dict[int, StageRecord](), dict[int, Mapping[str, int]]()
-        for stage in self.layout.at(pp_rank):
-            source = self._sources.get(stage)
-            found = self._records[stage if source is None else source]
-            records[stage] = found if source is None else self.kinds.record(found, stage, source)
-            sent[stage] = self._sent[stage if source is None else source]
-        alike = self._ranks.get(pp_rank) or next(
+        stages, alike = self.layout.at(pp_rank), self.rehearsal(pp_rank)
+        records = {stage: self.record(stage) for stage in stages}
+        return RankRecord(alike.schedule, pp_rank, records), alike, {stage: self.sent_by(stage) for stage in stages}
+
+    def record(self, stage: int) -> StageRecord:
+        """What is known of a stage."""
+        source = self._sources.get(stage)
+        return self._records[stage] if source is None else self.kinds.record(self._records[source], stage, source)
+
+    def sent_by(self, stage: int) -> Mapping[str, int]:
+        """What its rank sends within its layers for it."""
+        return self._sent[self._sources.get(stage, stage)]
+
+    def rehearsal(self, pp_rank: int) -> StageRehearsal:
+        """That of a rank, or of one which shares the same with other stages."""
+        return self._ranks.get(pp_rank) or next(
             one for rank, one in self._ranks.items() if self._has_blocks_alone(rank)
         )
-        return RankRecord(alike.schedule, pp_rank, records), alike, sent
+
+    @property
+    def hands_over_the_same(self) -> bool:
+        """Whether all stages have been given the same."""
+        arrived = [self._arrived[stage] for stage in range(1, self.layout.num_stages)]
+        return all(one == arrived[0] for one in arrived)
+
+    def shows(self, stage: int) -> bool:
+        """Whether two stages of its kind have done the same, as further ones would."""
+        some = self._rehearsed.get(self._key(stage), [])
+        return len(some) == 2 and self._have_done_the_same(some[0], some[1])
 
     def _rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
         pp_rank = self.layout.pp_rank_of(stage)
@@ -152,10 +175,12 @@ class FewStages:
         some = self._rehearsed.get(self._key(stage), [])
         if len(some) < 2 or self._arrived[stage] != self._arrived[some[0]]:
             return None
-        one, other = some
+        return some[0] if self._have_done_the_same(some[0], some[1]) else None
+
+    def _have_done_the_same(self, one: int, other: int) -> bool:
         if (one, other) not in self._are_alike:
             self._are_alike[one, other] = self._compared(one, other)
-        return one if self._are_alike[one, other] else None
+        return self._are_alike[one, other]
 
     def _compared(self, one: int, other: int) -> bool:
         """Whether two stages of a kind have done the same, on the same, and have read nothing of others."""

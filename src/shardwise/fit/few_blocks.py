@@ -39,12 +39,12 @@ class FewBlocks:
 
     model: nn.Module
     blocks: EqualBlocks | None
+    is_checked: bool = False
+    """Whether what is done outside of blocks has been seen not to depend on their number."""
     _copies: dict[int, nn.Module] = field(default_factory=dict)
     _known: dict[object, tuple[int, int] | None] = field(default_factory=dict)
     """By treatment, how many blocks told what more of them do, and which of them is as the one behind it; `None` if
     none did."""
-    _is_checked: bool = False
-    """Whether what is done outside of blocks has been seen not to depend on their number."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FewBlocks:
@@ -90,9 +90,9 @@ class FewBlocks:
                 fewer = _with_more(blocks, record, num, place + 1, -1)
                 if fewer is None or _with_more(blocks, fewer, num - 1, place, 1) != record:
                     continue
-                if not self._is_checked and fewer != counted(num - 1):
+                if not self.is_checked and fewer != counted(num - 1):
                     return None
-                self._is_checked = True
+                self.is_checked = True
                 return num, place
         return None
 

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from shardwise.comm import Group, Line
+from shardwise.errors import ModelError
 from shardwise.fit.alike_stages import FewStages, StageKinds
 from shardwise.fit.budget import choices_by_pp_rank, of_params
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.counted_work import CountedWork
 from shardwise.fit.operations import Worked
-from shardwise.fit.stage_rehearsal import StageRehearsal, rehearse_stages
+from shardwise.fit.short_pipeline import ShortPipeline
+from shardwise.fit.stage_rehearsal import RankRecord, StageRehearsal, rehearse_stages
 from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_units, unit_specs
 from shardwise.optim import hidden_matrices
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
@@ -42,6 +44,9 @@ from shardwise.runtime.activations import treatments_for
 from shardwise.runtime.rehearsal import Around, Watch, note_empty, nothing_around, rehearse
 from shardwise.system.devices import TorchAccelerator
 from shardwise.system.telemetry import Ledger
+
+WithBlocks = Callable[[int], nn.Module]
+"""Makes a copy of a model, without values, that has as many of its equal blocks."""
 
 
 @dataclass(frozen=True)
@@ -217,10 +222,40 @@ class Parts:
         return Counted(activations, _by_axis(ledger), worked=worked)
 
     def of_stages(
-        self, model: nn.Module, batch: object, *, counts_work: bool = False, as_call: bool = False
+        self,
+        model: nn.Module,
+        batch: object,
+        *,
+        counts_work: bool = False,
+        as_call: bool = False,
+        with_blocks: WithBlocks | None = None,
     ) -> list[Counted]:
-        """By pipeline rank: what a schedule holds with one micro-batch, or a loop that calls the model with it."""
+        """By pipeline rank: what a schedule holds with one micro-batch, or a loop that calls the model with it.
+        `with_blocks`, for a model that does the same outside of its blocks however many there are: see [Note: short
+        pipelines]."""
         layout = stage_layout(model, self.plan, self.mesh)
+        kinds = StageKinds.of(model, self.plan, layout)
+        short = None
+        if with_blocks is not None and not (as_call or self.converted.modules):
+            short = ShortPipeline.of(model, with_blocks, kinds, layout)
+        if short is not None:
+            with suppress(ModelError):  # such as of a model that takes its number of blocks from its config
+                stages = self._rehearsed(short.model, short.layout, short.kinds, batch, counts_work=counts_work)
+                if short.is_told_by(stages):
+                    return [_of_rank(*short.rank(stages, pp_rank)) for pp_rank in range(layout.num_ranks)]
+        stages = self._rehearsed(model, layout, kinds, batch, counts_work=counts_work, as_call=as_call)
+        return [_of_rank(*stages.rank(pp_rank)) for pp_rank in range(layout.num_ranks)]
+
+    def _rehearsed(
+        self,
+        model: nn.Module,
+        layout: StageLayout,
+        kinds: StageKinds,
+        batch: object,
+        *,
+        counts_work: bool,
+        as_call: bool = False,
+    ) -> FewStages:
         ledgers: dict[int, Ledger] = {}
 
         def made(pp_rank: int) -> StageRehearsal:
@@ -253,18 +288,9 @@ class Parts:
                 as_call=as_call,
             )
 
-        few = FewStages(layout, StageKinds.of(model, self.plan, layout), made, lambda rank: _by_axis(ledgers[rank]))
-        rehearse_stages(layout, few.rehearse)
-        counted = []
-        for pp_rank in range(layout.num_ranks):
-            record, alike, sent_by = few.rank(pp_rank)
-            sent = Counter({PIPELINE: record.sent_bytes})
-            for of_stage in sent_by.values():
-                sent.update(of_stage)
-            counted.append(
-                Counted(record.activations, dict(sent), _tied_bytes(alike), record.worked, record.message_bytes)
-            )
-        return counted
+        stages = FewStages(layout, kinds, made, lambda rank: _by_axis(ledgers[rank]))
+        rehearse_stages(layout, stages.rehearse)
+        return stages
 
     def watching(self) -> CountedWork:
         """What counts the work of a rehearsal."""
@@ -307,6 +333,14 @@ class Parts:
 
     def _line(self, axis: str, ledger: Ledger) -> Line:
         return Line(None, Group(axis, self.mesh.group(0, axis), 0), ledger)
+
+
+def _of_rank(record: RankRecord, alike: StageRehearsal, sent_by: Mapping[int, Mapping[str, int]]) -> Counted:
+    """Of one rank of a pipeline: see `FewStages.rank`."""
+    sent = Counter({PIPELINE: record.sent_bytes})
+    for of_stage in sent_by.values():
+        sent.update(of_stage)
+    return Counted(record.activations, dict(sent), _tied_bytes(alike), record.worked, record.message_bytes)
 
 
 def _tied_bytes(rehearsal: StageRehearsal) -> int:

@@ -473,7 +473,7 @@ def _profile(name: str) -> Hardware:
 
 def _read(path: Path) -> Hardware:
     source = read_source(path, "hardware profile")
-    origins = {key: f"{path}:{line}" for key, line in source.lines.items()}
+    origins = {(): str(path), **{key: f"{path}:{line}" for key, line in source.lines.items()}}
     try:
         return Hardware.model_validate(source.values)
     except ValidationError as error:

@@ -20,7 +20,7 @@ from shardwise.fit.candidates import ON_DEVICE, SCHEDULE, SPLITTING, Candidate, 
 from shardwise.fit.clock import RankProgram, seconds_alone
 from shardwise.fit.equal_blocks import treats_alike, without_values
 from shardwise.fit.few_blocks import FewBlocks
-from shardwise.fit.foreseen import Counted, RankUnits, count_step, parts_of, rank_units
+from shardwise.fit.foreseen import Counted, RankUnits, WithBlocks, count_step, parts_of, rank_units
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.least_steps import Alone, Least, Numbers, Order, Record, Run, StagePass
 from shardwise.fit.operations import COPYING, Operation, Operations, Worked, without
@@ -534,23 +534,26 @@ class ModelSubject:
         mesh = Mesh(tuple(sizes), tuple(sizes.values()))
         small = candidate.plan(self.base).model_copy(update={"mesh": sizes})
         batch = with_rows(self.batch, candidate.rows, self.rows_of_batch, candidate.size("sp"))
+        tells = not self.on_cpu and candidate.policy != "disk"
+        with_blocks = self._few.with_blocks if tells and self._few.is_checked else None
 
-        def count(model: nn.Module) -> list[Counted]:
-            if not candidate.parts:
+        def count(model: nn.Module, with_blocks: WithBlocks | None = None) -> list[Counted]:
+            if not mesh.has_stages:
                 return count_step(model, batch, small, mesh, counts_work=not for_messages, on_cpu=self.on_cpu)
             parts = parts_of(model, small, mesh, on_cpu=self.on_cpu)
-            return parts.of_stages(model, batch, counts_work=not for_messages, as_call=True)
+            is_call = candidate.parts > 0
+            return parts.of_stages(model, batch, counts_work=not for_messages, as_call=is_call, with_blocks=with_blocks)
 
         if self._few.blocks is not None and treats_alike(small):
             if for_messages and small.pipeline.stages == "auto":
                 return count(self._few.with_blocks(2 * candidate.size("pp")))
-            if not self.on_cpu and candidate.policy != "disk" and candidate.size("pp") == 1:
+            if tells and candidate.size("pp") == 1:
                 split = tuple(axis for axis, size in sizes.items() if size > 1)
                 treatment = candidate.policy, candidate.precision, split
                 found = self._few.count(lambda model: count(model)[0], treatment)
                 if found is not None:
                     return [found]
-        return count(without_values(self.model))
+        return count(without_values(self.model), with_blocks)
 
 
 @dataclass(frozen=True)
@@ -878,9 +881,17 @@ def rows_of(batch: object) -> int:
     for leaf in _leaves(batch):
         if leaf.dim():
             return leaf.shape[0]
+    given = (batch.args, batch.kwargs) if isinstance(batch, MicroBatch) else batch
+    opaque = next((one for one in tree_leaves(given) if hasattr(one, "__dict__") and not isinstance(one, type)), None)
+    inside = ""
+    if opaque is not None:
+        inside = (
+            f" What a {type(opaque).__name__} holds is not seen: let the model take its tensors, in tuples, lists or "
+            f"dicts."
+        )
     raise ConfigError(
         f"The batch, of type {type(batch).__name__}, has no tensor with a dim for samples, so its size is unknown. "
-        f"Give what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments."
+        f"Give what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments.{inside}"
     )
 
 

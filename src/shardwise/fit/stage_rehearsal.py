@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm import Exchange
 from shardwise.errors import ModelError
@@ -27,6 +28,7 @@ from shardwise.plan.placement import Dtype
 from shardwise.program import Activations
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
 from shardwise.program.schedule import Schedule, schedule_of_calls
+from shardwise.runtime import in_backward
 from shardwise.runtime.activations import BEHIND_BYTES, Treatments
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import (
@@ -337,23 +339,31 @@ class _Held:
     carried: Carried | None = None
     """Results that stages read; `None` to find out which this one wants."""
     wanted: set[str] = field(default_factory=set)
-    _linear: dict[int, int] = field(default_factory=dict)
+    _linear: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    """Inputs of linear layers, by address. The weak reference prevents that another one gets it: what a backward
+    computes again is freed in the forward."""
     _num_gradients: int = 0
+    _counted: set[int] = field(default_factory=set)
+    """The linear layers that a forward has called, by identity."""
 
     @property
     def aside(self) -> int:
         """Bytes that the first half of a backward keeps: inputs of linear layers, and the gradients of their
         outputs."""
-        return sum(self._linear.values()) + self._num_gradients
+        return sum(num_bytes for _, num_bytes in self._linear.values()) + self._num_gradients
 
     def watch(self, staged: StagedModel, stage: int) -> None:
-        """Count inputs of the linear layers of `stage`, each tensor once, and their outputs."""
+        """Count inputs of the linear layers of `stage`, each tensor once, and their outputs; of what a backward
+        computes again only what no forward has counted (reentrant checkpoints compute without gradients there)."""
 
-        def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if torch.is_grad_enabled() and args:
-                storage = args[0].untyped_storage()
-                self._linear[storage_id(storage)] = storage.nbytes()
-                self._num_gradients += output.nbytes
+        def count(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not (torch.is_grad_enabled() and args) or (in_backward() and id(layer) in self._counted):
+                return
+            if not in_backward():
+                self._counted.add(id(layer))
+            storage = args[0].untyped_storage()
+            self._linear[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
+            self._num_gradients += output.nbytes
 
         for module in staged.modules_of(stage):
             for one in module.modules():
@@ -362,6 +372,7 @@ class _Held:
 
     def begin(self) -> None:
         self._linear.clear()
+        self._counted.clear()
         self._num_gradients = 0
 
 

@@ -30,13 +30,17 @@ def as_config_error(
     messages: dict[KeyPath, str] = {}
     for problem in error.errors():
         path = _path(problem["loc"], values)
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "missing":
+            key = str(problem["loc"][-1])
+            messages[*path, key] = f"{'.'.join(path) or name} has no key {key!r}, and needs one."
+        elif problem["type"] == "extra_forbidden":
             messages[path] = _unknown_key(path, root, name)
         else:
             messages[path] = _wrong_value(path, _at(values, path), problem["msg"], root, name)
     written = list(flatten(values))
     in_order = sorted(messages, key=lambda path: written.index(path) if path in written else -1)
-    return ConfigError("\n".join(f"{origins.get(path, 'argument')}: {messages[path]}" for path in in_order))
+    places = {path: origins.get(path) or origins.get(path[:-1], "argument") for path in in_order}
+    return ConfigError("\n".join(f"{places[path]}: {messages[path]}" for path in in_order))
 
 
 def _path(location: tuple[int | str, ...], values: Mapping[str, Any]) -> KeyPath:

@@ -157,6 +157,8 @@ def _back_and_forth(model: nn.Module, loss: Loss, around: Around, take: Take, _:
         result = loss(model(*args, **kwargs))
         del args, kwargs
         if not result.requires_grad:
+            if next(model.parameters(), None) is None:
+                raise ModelError(f"{type(model).__name__} has no parameters, so there is nothing to train or to shard.")
             raise ModelError(
                 f"The loss of {type(model).__name__} depends on no trained parameter, so there is no backward to "
                 f"rehearse: all of them are frozen, or the forward detaches what it computes."
