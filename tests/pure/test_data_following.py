@@ -199,6 +199,14 @@ def test_a_loader_on_a_rank_that_has_come_goes_where_those_of_the_others_are(is_
     assert [batch.tolist() for batch in came] == plain[1 if is_sought else 3 :]
 
 
+def test_a_stream_that_cannot_be_left_is_joined_at_the_beginning_of_an_epoch() -> None:
+    tap = from_iterable(lambda _: iter(range(50)), name="tap")
+    there, came = loader_of(Engine(), tap), loader_of(Engine(), tap)
+    first = next(iter(there)).tolist()
+    came.go_where(there.state_after(0))
+    assert next(iter(came)).tolist() == first
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("has_begun", [False, True])

@@ -159,7 +159,7 @@ class Loader:
     def go_where(self, state: Mapping[str, Any]) -> None:
         """Load the `state_after` of another rank, unless `seek` was called."""
         if not self._is_sought and self._following is not None:
-            self.load_state_dict(state["now"])
+            self._go_to(self._place_of(state["now"]))  # perhaps to go back from there, so it need not be reachable
             self._following.go_on(state["since"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
