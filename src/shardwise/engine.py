@@ -1387,13 +1387,20 @@ class EngineHost:
         self._readers.append(weakref.ref(reader))
 
     def begin_to_read(self) -> None:
-        """A loader is about to hand out a batch. On a rank that has joined, its loaders first move to the others'
-        positions."""
-        theirs = self._engine._session.loaders_of_others()
-        for known, state in zip(self._readers, theirs, strict=False):
+        """A loader is about to hand out a batch. On a rank that has joined, each of its loaders first moves, once, to
+        the position of the others' loader with its number, or if they have dropped that, of the first with the same
+        batches."""
+        theirs = self._engine._session.loaders_of_others
+        for number, known in enumerate(self._readers if theirs else ()):
             reader = known()
-            if reader is not None and state is not None:
-                reader.go_where(decode(state, "loader"))
+            if reader is None or theirs.get(number, ...) is None:
+                continue
+            alike = (other for other, state in theirs.items() if state is not None and reader.is_like(state))
+            found = number if number in theirs else next(alike, None)
+            if found is not None:
+                state = theirs[found]
+                theirs[number] = theirs[found] = None
+                reader.go_where(state)
 
     def reading(self) -> AbstractContextManager[None]:
         """Inside, this rank waits for its loader: counted by its clock."""
@@ -1446,7 +1453,11 @@ class EngineHost:
         state.coming = dict(loop["objects"])
         state.begun = None if loop["begun"] is None else Begun.of(loop["begun"])
         state.user_state = None if loop["state"] is None else decode(loop["state"], "state")
-        self._engine.remember(**state.remembered)
+        with ExitStack() as stack:
+            for known in self._readers:
+                if (reader := known()) is not None:
+                    stack.enter_context(reader.staying())
+            self._engine.remember(**state.remembered)
 
     def turned_away(self) -> None:
         """The others go on without this rank."""

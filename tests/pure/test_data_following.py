@@ -199,6 +199,14 @@ def test_a_loader_on_a_rank_that_has_come_goes_where_those_of_the_others_are(is_
     assert [batch.tolist() for batch in came] == plain[1 if is_sought else 3 :]
 
 
+def test_a_stream_that_cannot_be_left_is_joined_at_the_beginning_of_an_epoch() -> None:
+    tap = from_iterable(lambda _: iter(range(50)), name="tap")
+    there, came = loader_of(Engine(), tap), loader_of(Engine(), tap)
+    first = next(iter(there)).tolist()
+    came.go_where(there.state_after(0))
+    assert next(iter(came)).tolist() == first
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -252,11 +260,32 @@ def test_a_loader_that_trains_nothing_does_not_pass_over_a_batch() -> None:
 def test_a_spare_that_comes_back_goes_where_the_others_are_though_its_script_had_sought() -> None:
     """A script may seek before its first batch, as one that resumes does. That says nothing of where a rank goes that
     has waited while the others trained."""
-    there, spare = loader_of(Engine()), loader_of(Engine())
+    engine = Engine()
+    there, spare = loader_of(engine), loader_of(Engine(num_steps=2))
     for one in (there, spare):
         one.seek(1)
-    batches, own = iter(there), iter(spare)
-    expected = [next(batches).tolist() for _ in range(3)]
+    batches, own, expected = iter(there), iter(spare), []
+    for _ in range(3):
+        expected.append(next(batches).tolist())
+        engine.take_step()
     assert next(own).tolist() == expected[0]
-    spare.go_where(there.state_after(0) | {"step": 3})
+    spare.go_where(there.state_after(2))
     assert next(own).tolist() == expected[2]
+
+
+@pytest.mark.parametrize("evaluates_again", [False, True])
+def test_a_loader_for_validation_goes_on_after_what_the_others_have_evaluated(evaluates_again: bool) -> None:
+    """A rank joins behind an evaluation, when a step begins, and that one is void. A loop that evaluates again then, as
+    no step was taken, gets the same samples; another one gets those of the next epoch, of which it reads its share."""
+    engine = Engine()
+    there = loader_of(engine, batch_rows=25, steps=None)
+    evaluated = [batch.tolist() for batch in there]
+    here = Engine()
+    came = loader_of(here, batch_rows=25, steps=None)
+    came.go_where(json.loads(json.dumps(there.state_after(engine.num_steps))))
+    for one in (engine, here):
+        one.num_void += 1
+        one.num_steps += not evaluates_again
+    found = [[batch.tolist() for batch in loader] for loader in (there, came)]
+    assert found[0] == found[1]
+    assert (found[0][:2] == evaluated) == evaluates_again

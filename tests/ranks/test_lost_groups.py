@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_transformers import llama, mixtral
@@ -21,7 +23,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.elastic.session import ElasticSession
 from shardwise.observe.run_view import read_run
+from shardwise.system.data_ranks import HANDED_OUT
+from shardwise.system.job_folder import LEFT_OUT
 from tests.covering import covering
 from tests.ranks.lost_groups import (
     AXES,
@@ -39,7 +44,7 @@ from tests.ranks.lost_groups import (
 )
 from tests.ranks.test_buddies import HostDiesAt
 from tests.ranks.test_lost_ranks import DiesAt, adamw, update
-from tests.ranks.threads_as_members import run_members
+from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, sampled, soak, thorough_only
 
 Tensor = torch.Tensor
@@ -141,6 +146,121 @@ def test_the_loader_of_a_spare_goes_where_the_others_are(axis: str, asks: str, n
     assert results.keys() == {0, 2, 3, 4}
     for given in results.values():
         assert all(numbers == {step} for step, numbers in given.items()), given
+
+
+class Counter:
+    """A loop's own object."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+@sampled
+@pytest.mark.parametrize("point", ["exchange of any_rank", "all_reduce of verdict", "exchange of commit"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+def test_what_a_spare_counts_is_what_the_others_do(axis: str, point: str, tmp_path: Path) -> None:
+    """It comes back in the middle of its loop, where steps jump: a loop that counts what it has taken counts that as
+    one, and what it was given since its last step is not what it is trained with now."""
+    torch.manual_seed(3)
+    own = AXES[axis]
+    task = own.ways[own.usual][0]()
+    start = task.make()
+    rows = len(task.batches) if isinstance(task, Sequences) else NUM_STEPS
+    models = [copy.deepcopy(start) for _ in range(5)]
+    fault = DiesBefore(1, 2, point)
+
+    def work(world: World, member: int) -> list[int]:
+        optimizer = adamw(models[member])
+        engine = sw.shard(models[member], own.plan("zero2"), optimizer=optimizer, world=world)
+        engine.remember(counter=(counter := Counter()))
+        fault(engine, member)
+        order = sw.data.Samples(shuffle=False)
+        steps = [[step] for step in range(rows) for _ in range(ROWS)]
+        loader = sw.data.Loader(steps, batch_rows=ROWS, world=engine.data_ranks, steps=NUM_STEPS, samples=order)
+        engine.remember(loader=loader)
+        counted = []
+        for (numbers,) in loader:
+            step, void = engine.num_steps, engine.num_void
+            engine.any_rank(False)
+            task.take_step("train_step", engine, optimizer, int(numbers[0]), *engine.data_ranks)
+            counter.num_steps += engine.num_steps > step
+            if engine.num_steps > step and engine.num_void == void:
+                assert f"of the batch of step {step}" in HANDED_OUT.of_step()
+                counted.append(counter.num_steps - step)
+        engine.close()
+        return counted
+
+    results = run_members(4, work, tmp_path, shares_memory=True, num_newcomers=1, least=4, not_before=4)
+    assert fault.is_dead
+    assert results.keys() == {0, 2, 3, 4}
+    assert {one for counted in results.values() for one in counted} == {1}
+
+
+@sampled
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+def test_a_batch_that_was_left_out_before_a_spare_came_back_is_left_out_once(axis: str, tmp_path: Path) -> None:
+    """The other group is lost in the step of which it was: the spare goes on with one that has just joined."""
+    torch.manual_seed(3)
+    own, bad = AXES[axis], 4
+    task = own.ways[own.usual][0]()
+    start = task.make()
+    models = [copy.deepcopy(start) for _ in range(5)]
+    fault = DiesBefore(1, 2, "exchange of any_rank")
+
+    def work(world: World, member: int) -> dict[int, set[int]]:
+        optimizer, plan = adamw(models[member]), {**own.plan("zero2"), "bad_batch": "skip"}
+        engine = sw.shard(models[member], plan, optimizer=optimizer, world=world)
+        fault(engine, member)
+        steps = [[step] for step in range(NUM_STEPS + 1) for _ in range(ROWS)]
+        order = sw.data.Samples(shuffle=False)
+        loader = sw.data.Loader(steps, batch_rows=ROWS, world=engine.data_ranks, steps=NUM_STEPS + 1, samples=order)
+        given: dict[int, set[int]] = {}
+        for (numbers,) in loader:
+            if (member, engine.num_steps, engine.world.size) == (2, bad - 1, 2):
+                (tmp_path / LEFT_OUT).write_text(f"[{bad}]")  # as a launcher does
+            if (member, engine.num_steps, engine.world.size) == (3, bad, 4):
+                raise Killed
+            engine.any_rank(False)
+            step, void = engine.num_steps, engine.num_void
+            task.take_step("train_step", engine, optimizer, step, *engine.data_ranks)
+            if engine.num_steps > step and engine.num_void == void:
+                given.setdefault(step, set()).update(numbers.tolist())
+            if engine.num_steps == NUM_STEPS:
+                break
+        engine.close()
+        return given
+
+    results = run_members(4, work, tmp_path, shares_memory=True, num_newcomers=1, not_before=bad - 1)
+    assert {0, 4} <= results.keys()
+    for given in results.values():
+        assert all(numbers == {step + (step >= bad)} for step, numbers in given.items()), given
+
+
+@sampled
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+def test_those_that_form_a_group_draw_the_same(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each generator that a void iteration restores: one of them was a spare, and has drawn more than the other.
+    Threads share the generators."""
+    lock, seed, drawn_after = threading.Lock(), ElasticSession._seed, dict[int, list[tuple[float, ...]]]()
+
+    def or_differ(self: ElasticSession) -> None:
+        with lock:
+            random.seed(), np.random.seed(), torch.seed()
+            seed(self)
+            numbers = random.random(), float(np.random.rand()), float(torch.rand(()))
+            drawn_after.setdefault(self.num_steps, []).append(numbers)
+
+    monkeypatch.setattr(ElasticSession, "_seed", or_differ)
+    race(axis, "zero1", DiesAt({2: 60}), tmp_path, num_newcomers=1, least=4)
+    [drawn_by_two] = drawn_after.values()
+    assert len(drawn_by_two) == 2
+    assert len(set(drawn_by_two)) == 1
 
 
 def test_the_others_read_what_a_spare_shares_with_them(tmp_path: Path) -> None:

@@ -413,9 +413,16 @@ def test_micro_batches_of_a_loop_end_with_their_step(name: str, death: int, tmp_
 @sampled
 @pytest.mark.parametrize("name", [*PLANS, "zero3-offload"])
 def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank dies after its update, before others know of it. They repeat the step unless they have the same update."""
-    after_step = ShardedModel.after_step
+    """They repeat the step unless they have the same update."""
     is_taken = name in ("ddp", "hsdp")  # each part of the update is made by another rank too
+    let_die_updated(monkeypatch, is_taken=is_taken)
+    void = race({**TIERS, **PLANS}[name], lambda engine, member: None, tmp_path)
+    assert set(void.values()) == {0 if is_taken else 1}
+
+
+def let_die_updated(monkeypatch: pytest.MonkeyPatch, *, is_taken: bool) -> None:
+    """A rank dies after its update, before others know of it. `is_taken`: they have the same update."""
+    after_step = ShardedModel.after_step
     updated = threading.Barrier(NUM_RANKS)  # one that has not heard all gradients when the rank dies repeats the step
     noted = threading.Barrier(NUM_RANKS if is_taken else 1)  # and so does one that hears of it at the end of its step
 
@@ -431,8 +438,6 @@ def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch:
             noted.wait(timeout=PATIENCE)
 
     monkeypatch.setattr(ShardedModel, "after_step", or_die)
-    void = race({**TIERS, **PLANS}[name], lambda engine, member: None, tmp_path)
-    assert set(void.values()) == {0 if is_taken else 1}
 
 
 @sampled

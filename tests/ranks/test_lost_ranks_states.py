@@ -19,7 +19,21 @@ from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.elastic.state_image import TORN, ImagePlace
 from shardwise.elastic.survival import NUMBERS, Survival
 from tests import inside
-from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
+from tests.ranks.test_foreign_optimizers import schedule_free
+from tests.ranks.test_lost_ranks import (
+    NUM_RANKS,
+    NUM_STEPS,
+    PLANS,
+    ROWS,
+    DiesAt,
+    Net,
+    adamw,
+    batches,
+    let_die_updated,
+    loss_of,
+    net,
+    race,
+)
 from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
 
@@ -211,6 +225,16 @@ def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
     plan = {"preset": "zero2", "offload": {"optim": 0.5}, "precision": "bf16"}
     whole = trained(plan, one, {}, tmp_path)[0]
     compare(trained(plan, one, {1: 25}, tmp_path), whole, 2e-2)
+
+
+@sampled
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "hpz", "ddp"])
+def test_an_update_that_is_undone_is_not_counted_by_groups(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedule-free optimizers count their steps in the settings of a group, and weigh by them what they add."""
+    let_die_updated(monkeypatch, is_taken=name == "ddp")
+    race(PLANS[name], lambda engine, member: None, tmp_path, model=net(frozen=False), make=schedule_free, bound=1e-5)
 
 
 class Counting(torch.optim.SGD):

@@ -331,6 +331,42 @@ def test_loaders_hand_out_each_batch_to_all_who_are_there(point: str, draws: boo
             assert (state[name] - whole).abs().max() <= 2e-6 * max(1.0, whole.abs().max()), name
 
 
+@sampled
+@pytest.mark.parametrize("makes", ["one after another", "one for each epoch"])
+def test_a_loader_that_is_made_late_goes_where_that_of_the_others_is(makes: str, tmp_path: Path) -> None:
+    """A script may read others before, in an evaluation, or have dropped those of former epochs."""
+    model, num_batches = Net(), NUM_STEPS if makes == "one after another" else 2
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS + 1)]
+    order = sw.data.Samples(shuffle=False)
+
+    def work(world: World, member: int) -> dict[int, set[int]]:
+        own = models[member]
+        engine = sw.shard(own, "zero2", optimizer=adamw(own), world=world)
+        if makes == "one after another":
+            evaluated = sw.data.Loader(range(24), batch_rows=ROWS, world=engine.data_ranks)
+            assert len(list(evaluated)) == 24 // ROWS
+        given: dict[int, set[int]] = {}
+        while engine.num_steps < NUM_STEPS:
+            loader = sw.data.Loader(range(num_batches * ROWS), batch_rows=ROWS, world=engine.data_ranks, samples=order)
+            for numbers in loader:
+                if (member, engine.num_steps) == (1, 3):
+                    raise Killed
+                step, void = engine.num_steps, engine.num_void
+                engine.train_step(torch.ones(len(numbers), 16), torch.ones(len(numbers), 8), loss_fn=loss_of)
+                if engine.num_steps > step and engine.num_void == void:
+                    given[step % num_batches] = given.get(step % num_batches, set()) | set(numbers.tolist())
+                if engine.num_steps == NUM_STEPS:
+                    break
+        engine.close()
+        return given
+
+    results = run_members(NUM_RANKS, work, tmp_path, num_newcomers=1)
+    assert NUM_RANKS in results
+    for given in results.values():
+        for number, found in given.items():
+            assert found <= set(range(number * ROWS, (number + 1) * ROWS)), (number, found)
+
+
 class Deeper(Net):
     def __init__(self) -> None:
         super().__init__()

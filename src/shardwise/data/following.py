@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
 
 from shardwise.data.recipe import Made, Place
 from shardwise.data.sampling import Share
@@ -11,6 +14,8 @@ from shardwise.system.data_ranks import Follows, Reader
 
 MAX_REMEMBERED = 64
 """How many batches have their places remembered; no more are handed out between a step and the news that it is void."""
+_OF_OTHERS = -1
+"""No number of void steps: there is one about which this loader has not asked yet."""
 
 
 class Following:
@@ -72,12 +77,18 @@ class Following:
         self._left_out, self._passes_over = None, False
         self._num_void = self._engine.num_void
 
-    def place_after(self, num_steps: int, now: Place) -> Place:
-        """The place to which `again` would go back after `num_steps` steps; `now` if it would not."""
-        first = next((one for one in self._begun if one[0] >= num_steps), None)
-        if first is None:
-            return Place(now.step + 1) if self._passes_over else now
-        return first[2] if self._left_out == first[0] else first[1]
+    def since(self, num_steps: int) -> dict[str, Any]:
+        """What was handed out after `num_steps` steps, and may come again: JSON. Whether it does is known at the next
+        batch: a loader for validation has handed it out, too, and goes on after it when more steps were taken."""
+        begun = [(at, asdict(before), asdict(after)) for at, before, after in self._begun if at >= num_steps]
+        return {"begun": begun, "left_out": self._left_out, "passes_over": self._passes_over}
+
+    def go_on(self, there: Mapping[str, Any]) -> None:
+        """On a rank that has joined: go on as if what was handed out `there` had been handed out here."""
+        self._begun.extend((at, Place(**before), Place(**after)) for at, before, after in there["begun"])
+        self._left_out, self._passes_over = there["left_out"], there["passes_over"]
+        if self._begun:
+            self._num_void = _OF_OTHERS
 
     def again(self) -> Place | None:
         """The place to go back to, if a step with handed-out batches was made void since the last call."""

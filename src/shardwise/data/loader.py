@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import count, islice
@@ -94,7 +94,7 @@ class Loader:
         self._held: Made | None = None
         """The batch that has been made but not completely handed out."""
         self._processes: WorkerProcesses | None = None
-        self._is_sought = False
+        self._is_sought = self._stays = False
         if self._following is not None:
             self._following.attend(self)
 
@@ -135,15 +135,12 @@ class Loader:
 
         Batches read ahead but not handed out count as not read, and so does a step with micro-batches still to come.
         """
-        return self._state_at(self._place)
+        return {**asdict(self._place), "identity": dict(self._identity)}
 
     def state_after(self, num_steps: int) -> dict[str, Any]:
-        """The state for the loader of a joining rank, once the engine has taken `num_steps` steps."""
-        place = self._place if self._following is None else self._following.place_after(num_steps, self._place)
-        return self._state_at(place)
-
-    def _state_at(self, place: Place) -> dict[str, Any]:
-        return {**asdict(place), "identity": dict(self._identity)}
+        """For `go_where` on a joining rank, once the engine has taken `num_steps` steps."""
+        assert self._following is not None
+        return {"now": self.state_dict(), "since": self._following.since(num_steps)}
 
     @property
     def can_leave_out(self) -> bool:
@@ -155,10 +152,15 @@ class Loader:
         if self._following is not None:
             self._following.leave_out(num_steps)
 
+    def is_like(self, state: Mapping[str, Any]) -> bool:
+        """Whether it is the `state_after` of a loader with the same batches."""
+        return bool(state["now"]["identity"] == self._identity)
+
     def go_where(self, state: Mapping[str, Any]) -> None:
         """Load the `state_after` of another rank, unless `seek` was called."""
-        if not self._is_sought:
-            self.load_state_dict(state)
+        if not self._is_sought and self._following is not None:
+            self._go_to(self._place_of(state["now"]))  # perhaps to go back from there, so it need not be reachable
+            self._following.go_on(state["since"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, on any number of ranks, with any `accumulate` and workers.
@@ -171,7 +173,18 @@ class Loader:
             self._feed.check_reachable(place)
         self._go_to(place)
 
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Inside, it stays where it is, whatever it is given to load."""
+        self._stays = True
+        try:
+            yield
+        finally:
+            self._stays = False
+
     def _go_to(self, place: Place) -> None:
+        if self._stays:
+            return
         self._stop_reading()
         self._place = place
         if self._following is not None:
@@ -235,6 +248,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Batches from the current step on; the micro-batches of a step one by one."""
+        if self._following is not None:
+            self._following.begin_to_read()  # which may move it to another epoch
         end = self._end()
         epoch: int | None = None
         while True:

@@ -67,6 +67,8 @@ class LoopState:
         self._snapshots: list[_Snapshot] = []
         self._noted: _Settings | None = None
         """What the next iteration begins with, whatever the loop sets before it."""
+        self._before_update: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Settings of the optimizers' groups before the update of this iteration, if that has begun."""
         self._schedulers: dict[int, tuple[int, list[LRScheduler]]] = {}
         """By optimizer: its schedulers, and its reference count when they were looked for."""
 
@@ -97,6 +99,20 @@ class LoopState:
             self.settings() if keeps_last else None,
         )
         self._snapshots = [*(self._snapshots[-1:] if keeps_last else ()), taken]
+        self._before_update = []
+
+    def update_begins(self) -> None:
+        """Some optimizers count their steps in the settings of a group (schedule-free ones), or keep there what they
+        estimate (Prodigy's `d`)."""
+        if not self._before_update:  # else another optimizer has begun the same update
+            self._before_update = [(group, _settings(group)) for group in self._groups()]
+
+    def undo_update(self) -> None:
+        """The update of this iteration, if it has begun, does not count."""
+        for group, settings in self._before_update:
+            for key in group.keys() - settings.keys() - {"params"}:
+                del group[key]
+            group.update(settings)
 
     def go_back(self, iteration: int) -> bool:
         """Make `restore` return to the beginning of `iteration`, which has ended. False if there is no snapshot."""
@@ -214,6 +230,13 @@ class LoopState:
         noted, self._noted = self._noted, None
         if noted is not None:
             noted.restore()
+
+
+def seed_all(number: int) -> None:
+    """Let each generator that a void iteration restores begin anew."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
 
 
 def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:

@@ -167,7 +167,7 @@ class Recovery:
         self.is_edited = False
         """Whether the loop has changed parameters or states by hand since the last version."""
         self._num_left_out = len(_left_out(membership.folder))
-        """Batches skipped so far, those before this rank joined included."""
+        """Batches skipped so far, those before this rank joined, or came back, included."""
         self.copy_meter = CopyMeter()
         self._removals = Removals()
         self._pace_meter = PaceMeter()
@@ -409,6 +409,7 @@ class Recovery:
         self._num_layouts = arrival.label
         self._plan, self._smaller, self._choice = arrival.plan, sharded.parts.sharding.smaller, None
         self._told_least = self._smaller.least
+        self._num_left_out = len(_left_out(self._membership.folder))
         self._loop.wrap(sharded)
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version)
@@ -438,6 +439,8 @@ class Recovery:
         layouts = [one for one in (self._layout, self._former) if one is not None]
         layout, version, readers = choose(layouts, reports, self.world, compares=not _is_of_code(told))
         self.iterations.return_to(version, told)
+        if self.iterations.is_void():
+            self.loop_state.undo_update()
         self._settle(next((one.choice for one in told if one.choice is not None), None))
         self.between_steps.hear(told)
         self._leave_out_what_failed(self.iterations.num_steps[version])

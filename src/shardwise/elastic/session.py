@@ -72,9 +72,11 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.checkpoint import Loaded
+from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
 from shardwise.comm.regrouping import Membership
 from shardwise.elastic.arrival import Arrival
+from shardwise.elastic.loop_state import seed_all
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.elastic.survivable import give_up
@@ -92,6 +94,7 @@ from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import reshard
 from shardwise.sharded.training import Session
+from shardwise.system.data_ranks import HANDED_OUT
 from shardwise.system.job_folder import BAD_BATCH
 from shardwise.system.torch_private import pytree
 
@@ -135,12 +138,16 @@ class ElasticSession(Session):
         self._iterations, self._loop_state = self.recovery.iterations, self.recovery.loop_state
         self._quiet = self.recovery.quiet
         self._arrival = arrival
-        self._loaders_of_others = _loaders_of(arrival)
-        """Kept until an iteration begins that counts: a rank that was a spare may have had a batch in hand, of where it
-        was then. With that it begins a void iteration, so the others hand out again what comes where they are."""
+        self.loaders_of_others = _loaders_of(arrival)
+        """Kept until an iteration begins that counts: a script may make the loader with which it trains after others,
+        and a rank that was a spare may have had a batch in hand, of where it was then. With that it begins a void
+        iteration, so the others hand out again what comes where they are."""
         self.is_arriving = sharded.world.is_arriving = arrival is not None
         self._must_seed = arrival is not None
         """See `_seed`."""
+        self._came_back: Arrival | None = None
+        """What this rank has received that was a spare. The loop's objects are given it again when an iteration begins
+        that counts: the loop, in which steps have jumped, may have taken the others' for its own until then."""
         self._must_follow = False
         """Whether loaders have to be able to skip a batch, which is checked at the next forward."""
         self._membership = membership
@@ -220,14 +227,16 @@ class ElasticSession(Session):
     def _before_update(self) -> None:
         self._host.wait_for_copy()
         self.recovery.survival.before_change()
+        self._loop_state.update_begins()
 
     def _before_settling(self) -> None:
         """The background thread may still be copying what is about to change."""
         self.recovery.survival.await_copies()
 
     def come_back(self, arrival: Arrival) -> None:
-        self._arrival, self._loaders_of_others = arrival, _loaders_of(arrival)
+        self._arrival, self.loaders_of_others = arrival, _loaders_of(arrival)
         self.is_arriving = self.recovery.world.is_arriving = self._must_seed = True
+        self._came_back = arrival
         self._noted_fault = self._last = self._shown_steps = None
         self._is_first_commit = True
 
@@ -593,7 +602,10 @@ class ElasticSession(Session):
         if iterations.is_void():
             self._loop_state.note_settings()
         else:
-            self._loaders_of_others = []
+            self.loaders_of_others = {}
+            if self._came_back is not None:
+                self._host.receive(self._came_back)
+                self._came_back = None
 
     def _seed(self) -> None:
         """In the first step that a rank takes with others: the ranks of its replica group, which have all joined with
@@ -603,7 +615,7 @@ class ElasticSession(Session):
         mesh = self.sharded.mesh
         if num_groups(mesh) < mesh.world_size:
             place, num_places = mesh.data_place(self.recovery.world.rank)
-            torch.manual_seed(self.sharded.progress.num_steps * num_places + place)
+            seed_all(self.sharded.progress.num_steps * num_places + place)
 
     def _commit(self) -> None:
         """See [Note: the commit] and [Note: reads between steps]."""
@@ -614,6 +626,7 @@ class ElasticSession(Session):
     def _end_void(self, taken: int = 0) -> Norm | None:
         """`taken` are the steps taken with this one, if it was complete here until it was undone."""
         self.sharded.zero_grad()
+        HANDED_OUT.end_void()
         if self._iterations.begun >= self._iterations.void_until:
             self._quiet.leave()
         self._loop_state.restore()
@@ -683,10 +696,6 @@ class ElasticSession(Session):
         self.recovery.is_edited = self.recovery.is_edited or (found is not None and not self.is_arriving)
         return found
 
-    def loaders_of_others(self) -> list[Any]:
-        theirs, self._loaders_of_others = self._loaders_of_others, []
-        return theirs
-
     def reshard(self, plan: Plan) -> TierError | None:
         """A rank that has joined has the others' plan."""
         if self.is_arriving:
@@ -746,8 +755,9 @@ class ElasticSession(Session):
 ElasticSession._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
 
 
-def _loaders_of(arrival: Arrival | None) -> list[Any]:
-    return [] if arrival is None else arrival.loop.pop("loaders", [])
+def _loaders_of(arrival: Arrival | None) -> dict[int, Any]:
+    every = enumerate(() if arrival is None else arrival.loop["loaders"])
+    return {number: decode(state, "loader") for number, state in every if state is not None}
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

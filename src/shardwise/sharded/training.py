@@ -44,6 +44,8 @@ class Session:
     def __init__(self, sharded: ShardedModel) -> None:
         self.sharded = sharded
         """The model under its present plan, in the present world."""
+        self.loaders_of_others: dict[int, Any] = {}
+        """Where the loaders of those ranks are that this one has joined, by number; `None` where one has gone there."""
         self._batches_seen: set[Hashable] = set()
         """The sizes of batches that were split into micro-batches."""
         self._answer_calls()
@@ -225,10 +227,6 @@ class Session:
     def resume(self, folder: Path, read: Callable[[], Loaded | None]) -> Loaded | None:  # noqa: ARG002
         """See `Engine.resume`. `read` fills this rank from a checkpoint in `folder`, if there is one."""
         return read()
-
-    def loaders_of_others(self) -> list[Any]:
-        """Where the loaders of those ranks are that this one has joined, encoded; only once."""
-        return []
 
     def reshard(self, plan: Plan) -> TierError | None:
         """See `Engine.reshard`. Returns what it is to raise then, in effect as the new plan is. All ranks call."""

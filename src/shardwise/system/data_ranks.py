@@ -25,6 +25,14 @@ class Reader(Protocol):
         """Skip the bad batch handed out after `num_steps` steps, once that step was made void."""
         ...
 
+    def staying(self) -> AbstractContextManager[None]:
+        """Inside, it stays where it is, whatever it is given to load: `go_where` says where it is to go."""
+        ...
+
+    def is_like(self, state: Any) -> bool:
+        """Whether it is of a reader with the same batches."""
+        ...
+
     def go_where(self, state: Any) -> None:
         """On a joining rank, continue at the position of the others' reader, unless the position was set explicitly."""
         ...
@@ -89,7 +97,7 @@ class HandedOut(threading.local):
         """Those of the loader's batches since the last optimizer step."""
         self._of_step: tuple[weakref.ref[Names] | None, range] = self._loader, self._steps
         self._has_ended = False
-        """Whether no batch was handed out since the last optimizer step."""
+        """Whether no batch was handed out since the last optimizer step, or void one."""
 
     def note(self, loader: Names, step: int) -> None:
         goes_on = not self._has_ended and self._loader is not None and self._loader() is loader
@@ -101,6 +109,10 @@ class HandedOut(threading.local):
     def end_step(self) -> None:
         """An optimizer step was taken with what was handed out before; what comes now may be for an evaluation."""
         self._of_step, self._has_ended = (self._loader, self._steps), True
+
+    def end_void(self) -> None:
+        """What was handed out since the last step has trained nothing, and another batch may come."""
+        self._has_ended = True
 
     def text(self) -> str:
         """The samples of the last batch as text; empty if unknown."""
