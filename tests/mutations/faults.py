@@ -88,7 +88,7 @@ EXECUTOR = _of(
     ),
     (
         "a unit whose backward cannot be seen is freed after its forward",
-        "if not (training and unit.name in current.kept):",
+        "if not (training and name in current.kept):",
         "if True:",
         "values_after_forward",
     ),
@@ -664,8 +664,8 @@ PRECISION = _of(
     ),
     (
         "a parameter that no rank reached is updated",
-        "self._record(counts, [count > 0 for count in touched])",
-        "self._record(counts, [True for count in touched])",
+        "self._record(counts, list(map(bool, touched)))\n            return root(squared)",
+        "self._record(counts, [True for _ in touched])\n            return root(squared)",
         "models frozen_parts different_ways optimizers",
     ),
     (

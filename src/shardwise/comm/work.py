@@ -41,10 +41,14 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> None:
-        while self._num_arrived < len(self._messages):
-            self._messages[self._num_arrived].wait()
-            self._num_arrived += 1
-        self._messages = ()
+        num_arrived = self._num_arrived
+        try:
+            for message in self._messages[num_arrived:]:
+                message.wait()
+                num_arrived += 1
+        finally:
+            self._num_arrived = num_arrived
+        self._messages, self._num_arrived = (), 0
         if self._finish is not None:
             self._finish()
             self._finish = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,6 +55,21 @@ class Piece:
         return self.flat.params[self.index]
 
 
+class PiecesOfFlat(NamedTuple):
+    """Some pieces of one flat buffer, and of each what every step asks for: of hundreds of pieces one by one that takes
+    longer than to update them."""
+
+    pieces: Sequence[Piece]
+    indices: Sequence[int]
+    tensors: Sequence[nn.Parameter]
+    params: Sequence[nn.Parameter]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> PiecesOfFlat:
+        indices, tensors = [piece.index for piece in pieces], [piece.tensor for piece in pieces]
+        return cls(pieces, indices, tensors, [piece.param for piece in pieces])
+
+
 class GroupsOfPieces:
     """The parameter groups of one adopted optimizer: during its steps they list this rank's `pieces`, otherwise
     parameters.
@@ -67,6 +82,9 @@ class GroupsOfPieces:
         self.pieces = tuple(pieces)
         self.updated = tuple(piece for piece in pieces if piece.span.numel)
         """Pieces with any elements on this rank; only these are ever given a gradient."""
+        self.updated_by_flat = _by_flat(self.updated)
+        self.trained_by_flat = _by_flat([piece for piece in pieces if piece.flat.spec.trainable])
+        """The pieces that are trained, with elements here or not."""
         by_param = {piece.param: piece for piece in pieces}
         self.entries = [[by_param.get(param) for param in group["params"]] for group in member.param_groups]
         """Group by group; `None` for parameters that are in no flat buffer."""
@@ -133,6 +151,13 @@ class GroupsOfPieces:
 def span_in_masters(flat: Flat, span: Span) -> Span:
     """The range of `span`, of the whole buffer, in the master weights that this rank has of it."""
     return span.overlap(flat.optim_span).within(flat.optim_span)
+
+
+def _by_flat(pieces: Iterable[Piece]) -> dict[Flat, PiecesOfFlat]:
+    by_flat: dict[Flat, list[Piece]] = {}
+    for piece in pieces:
+        by_flat.setdefault(piece.flat, []).append(piece)
+    return {flat: PiecesOfFlat.of(own) for flat, own in by_flat.items()}
 
 
 def homes_of(flats: Sequence[Flat]) -> dict[nn.Parameter, tuple[Flat, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import torch
 
@@ -11,7 +12,7 @@ from shardwise.optim import host_step
 from shardwise.optim.by_units import StepsByUnits
 from shardwise.optim.host_adam import HostAdam
 from shardwise.optim.in_rows import PiecesInRows
-from shardwise.optim.piece import GroupsOfPieces, Piece
+from shardwise.optim.piece import GroupsOfPieces, Piece, PiecesOfFlat
 from shardwise.optim.rank_peers import RankPeers
 
 
@@ -35,15 +36,17 @@ class Updates:
     def update_flat(self, flat: Flat) -> None:
         """Let it update the pieces of one flat buffer, before its own step: see [Note: steps by units]."""
         member = self._stepping
-        pieces = [piece for piece in self._groups[member].updated if piece.flat is flat]
+        own = self._groups[member].updated_by_flat.get(flat)
+        if own is None:
+            return
         with self._groups[member].listed(), self._peers.for_unit():
             try:
-                if _offer(pieces):
+                if _offer(flat, own):
                     flat.land()
-                    self._update(member, flat, pieces)
+                    self._update(member, flat, own.pieces)
             finally:
-                for piece in pieces:
-                    piece.tensor.grad = None
+                for tensor in own.tensors:
+                    tensor.grad = None
 
     def _update(self, member: torch.optim.Optimizer, flat: Flat, pieces: Sequence[Piece]) -> None:
         if host_step.takes(member, pieces):
@@ -57,11 +60,11 @@ class Updates:
         """Give each piece its gradient, or `None` if no rank has one or it was updated already, so that the optimizer
         skips it."""
         groups = self._groups[member]
-        together = [piece for piece in groups.updated if not piece.flat.spec.updates_by_unit]
-        _offer(together)
-        for flat in {piece.flat for piece in together}:
-            if flat.spec.updates_below:
-                flat.land()
+        for flat, own in groups.updated_by_flat.items():
+            if not flat.spec.updates_by_unit:
+                _offer(flat, own)
+                if flat.spec.updates_below:
+                    flat.land()
         groups.list_pieces()
         self._by_units[member].hand_over()
 
@@ -74,34 +77,27 @@ class Updates:
         for member, groups in self._groups.items():
             self._by_units[member].end()
             if groups.lists_pieces:
-                for piece in groups.updated:
-                    piece.tensor.grad = None
+                for own in groups.updated_by_flat.values():
+                    for tensor in own.tensors:
+                        tensor.grad = None
                 groups.list_params()
 
     def count_writes(self, member: torch.optim.Optimizer) -> None:
         """Let torch refuse a backward through a forward of before this step, as where an optimizer writes to parameters
         in place."""
-        written = [
-            piece.flat.params[piece.index]
-            for piece in self._groups[member].pieces
-            if piece.flat.spec.trainable and piece.flat.grads.touched_anywhere[piece.index]
-        ]
+        written: list[torch.Tensor] = []
+        for flat, own in self._groups[member].trained_by_flat.items():
+            written += compress(own.params, map(flat.grads.touched_anywhere.__getitem__, own.indices))
         torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:
         self._host_adam.close()
 
 
-def _offer(pieces: Sequence[Piece]) -> bool:
-    """Give pieces the gradients that are due. Returns whether any has one."""
-    touched: dict[Flat, list[Piece]] = {}
-    for piece in pieces:
-        if piece.flat.grads.touched_anywhere[piece.index]:
-            touched.setdefault(piece.flat, []).append(piece)
-        else:
-            piece.tensor.grad = None
-    for flat, own in touched.items():
-        for piece, due in zip(own, flat.grads.due_pieces([piece.index for piece in own]), strict=True):
-            tensor = piece.tensor
-            tensor.grad = due if due is None or tensor.dim() == 1 else due.view(tensor.shape)
+def _offer(flat: Flat, own: PiecesOfFlat) -> bool:
+    """Give pieces of one flat buffer the gradients that are due. Returns whether any has one."""
+    touched = list(compress(own.indices, map(flat.grads.touched_anywhere.__getitem__, own.indices)))
+    dues = dict(zip(touched, flat.grads.due_pieces(touched), strict=True)) if touched else {}
+    for tensor, due in zip(own.tensors, map(dues.get, own.indices), strict=True):
+        tensor.grad = due if due is None or tensor.dim() == 1 else due.view(tensor.shape)
     return bool(touched)

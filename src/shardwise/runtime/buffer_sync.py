@@ -114,10 +114,11 @@ class BufferSync:
         seen: set[int] = set()
         present: dict[str, Tensor] = {}
         for prefix, buffers in self._owners.items():
-            for key, buffer in buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    present[prefix + key] = buffer
+            if buffers:  # most modules have none, and this is asked in each step
+                for key, buffer in buffers.items():
+                    if buffer is not None and id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        present[prefix + key] = buffer
         return present
 
     def _changes(self) -> dict[str, object]:

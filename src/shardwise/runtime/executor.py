@@ -24,7 +24,7 @@ from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.low_rank import FactorMessages
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.system.telemetry import ON_THE_WAY, Timeline
-from shardwise.system.torch_private import unwatched
+from shardwise.system.torch_private import DisableTorchFunction
 
 Call = Callable[[], None]
 Step = tuple[Action, Call]
@@ -66,11 +66,11 @@ class BoundBlock:
         if self.acts:
             self.act()
 
-    @unwatched
     def act(self, *, frees: bool = True) -> None:
         """Make the calls in order. Each is noted in the journal first, because faults are explained from it.
 
-        `frees=False` leaves gathered buffers gathered.
+        `frees=False` leaves gathered buffers gathered. What modes of the user's look at is left out, as by `unwatched`,
+        without a call of its own: see [Note: once for each event] in `script.py`.
         """
         journal = self._journal
         steps = self._steps if frees else self._keeping
@@ -78,14 +78,17 @@ class BoundBlock:
             steps = tuple((action, partial(_make_unless, journal.before, action, call)) for action, call in steps)
         if self._timeline.is_on:
             steps = tuple((action, partial(self._timed, action, call)) for action, call in steps)
-        try:
-            if self._gathers_several:
-                self._run_in_runs(steps)
-            else:
-                self._make(steps)
-        finally:
-            journal.action = None
-            journal.clock.reach(MOVES)
+        with DisableTorchFunction():
+            try:
+                if self._gathers_several:
+                    self._run_in_runs(steps)
+                else:
+                    for action, call in steps:
+                        journal.action = action
+                        call()
+            finally:
+                journal.action = None
+                journal.clock.reach(MOVES)
 
     def _make(self, steps: Sequence[Step]) -> None:
         journal = self._journal

@@ -217,10 +217,10 @@ class Gathering:
 
     def free_owed(self, awake: Collection[str]) -> None:
         """At the end of a backward within a schedule, free what was owed. What the program keeps or is gathering
-        stays, and the parameters of units that are `awake` do not rest."""
+        stays, and the parameters of units that are `awake`, which are whole anyway, do not rest."""
         for unit in self.units:
-            for flat in unit.flats:
-                if not flat.guard.is_resting and unit.name not in awake:
+            for flat in () if unit.name in awake else unit.flats:
+                if not flat.guard.is_resting:
                     flat.guard.rest()
                 flat.lasts = False
                 if flat.owes_free:

@@ -270,7 +270,10 @@ class Hooks(NotCopied):
     @property
     def is_open(self) -> bool:
         """Whether some unit is computing its forward."""
-        return any(use.depth for use in self._uses.values())
+        for use in self._uses.values():  # noqa: SIM110  # no generator: see [Note: once for each event] in `script.py`
+            if use.depth:
+                return True
+        return False
 
     @property
     def is_cut_short(self) -> bool:
@@ -408,7 +411,6 @@ class Hooks(NotCopied):
                 watched = known()
                 if watched is None:
                     return
-                hooks, use, halves = watched.hooks, watched.use, watched.halves
                 if watched.guard.is_resting:
                     grad = _taken_at_rest(param)
                 else:
@@ -417,13 +419,14 @@ class Hooks(NotCopied):
                     return
                 if grad.requires_grad or grad.is_sparse:
                     raise _cannot_sum(grad, watched.flat.slots[index].name)
-                if not hooks._awaits_end:
-                    hooks._await_end()
-                if halves.units and halves.keep(watched.unit, watched.flat, index, grad):
+                if not watched.hooks._awaits_end:
+                    watched.hooks._await_end()
+                if watched.halves.units and watched.halves.keep(watched.unit, watched.flat, index, grad):
                     return
-                is_last = use.backward is None or use.backward >= graph_task()  # [Note: a backward inside]
+                backward = watched.use.backward
+                is_last = backward is None or backward >= graph_task()  # [Note: a backward inside]
                 if watched.arrive(index, grad, is_last):
-                    hooks._close_backward(watched.unit)
+                    watched.hooks._close_backward(watched.unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)
             self._handles.append(handle)

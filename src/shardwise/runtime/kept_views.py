@@ -28,7 +28,8 @@ class KeptViews:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self.looks = False
-        self._storages: dict[str, frozenset[int]] = {}
+        self._views: dict[str, Callable[[Tensor], bool]] = {}
+        """By unit, what says whether a tensor is a view of its parameters."""
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         """By unit, the attributes in which modules keep views of its parameters."""
 
@@ -37,7 +38,7 @@ class KeptViews:
         of positions are."""
         if unit.stays_whole:
             return output
-        is_view = self._is_view_of(unit)
+        is_view = self._views.get(unit.name) or self._is_view_of(unit)
         if self.looks:
             self._find(unit, is_view)
         for module, name in self._places.get(unit.name, ()):
@@ -47,10 +48,9 @@ class KeptViews:
         return _copied(output, is_view) if _has_view(output, is_view) else output
 
     def _is_view_of(self, unit: Unit) -> Callable[[Tensor], bool]:
-        storages = self._storages.get(unit.name)
-        if storages is None and not is_dynamo_compiling():
-            found = (flat.full.untyped_storage() for flat in unit.flats)
-            storages = self._storages[unit.name] = frozenset(map(storage_id, found))
+        storages: frozenset[int] | None = None
+        if not is_dynamo_compiling():
+            storages = frozenset(storage_id(flat.full.untyped_storage()) for flat in unit.flats)
 
         def is_view(tensor: Tensor) -> bool:
             base = tensor._base
@@ -60,6 +60,8 @@ class KeptViews:
                 return False
             return storages is not None and storage_id(tensor.untyped_storage()) in storages
 
+        if storages is not None:
+            self._views[unit.name] = is_view
         return is_view
 
     def _find(self, unit: Unit, is_view: Callable[[Tensor], bool]) -> None:
@@ -95,7 +97,7 @@ _TORCHS = frozenset(nn.Module().__dict__)
 
 
 def _has_view(value: object, is_view: Callable[[Tensor], bool]) -> bool:
-    return any(map(is_view, (value,) if isinstance(value, Tensor) else tensors_in(value)))
+    return is_view(value) if isinstance(value, Tensor) else any(map(is_view, tensors_in(value)))
 
 
 def _copied(value: Any, is_view: Callable[[Tensor], bool]) -> object:

@@ -134,19 +134,21 @@ class MicroBatch:
         return loss
 
 
-def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list[MicroBatch]:
-    """`num` micro-batches of `batch`, with their weights; see `Engine.train_step` for what that may be.
+def micro_batches(
+    batch: Any, target: Any, num: int, weighing: Weighing, names: tuple[str, ...] = ()
+) -> list[MicroBatch]:
+    """`num` micro-batches of `batch`, with their weights; see `Engine.train_step` for what that may be, and
+    `MicroBatch` for `names`.
 
     Raises `ConfigError` for one that cannot be split evenly, where samples are not weighed, or that has too few.
     """
     inputs = _parts(batch, num, "batch", is_even=not weighing.is_used)
-    if target is None:
-        parts = [called_with(part) for part in inputs]
-    else:
-        targets = _parts(target, num, "target", is_even=not weighing.is_used)
-        parts = [called_with(part, one, has_target=True) for part, one in zip(inputs, targets, strict=True)]
-    if isinstance(inputs, _Cut):
-        parts = [replace(part, rows=rows) for part, rows in zip(parts, inputs.counts, strict=True)]
+    counts = inputs.counts if isinstance(inputs, _Cut) else [None] * num
+    targets = [None] * num if target is None else _parts(target, num, "target", is_even=not weighing.is_used)
+    parts = [
+        called_with(part, one, has_target=target is not None, names=names, rows=rows)
+        for part, one, rows in zip(inputs, targets, counts, strict=True)
+    ]
     if not weighing.is_used:
         return parts
     if isinstance(inputs, _Cut):
@@ -225,12 +227,14 @@ def mean_loss(losses: Sequence[Tensor], parts: Sequence[MicroBatch]) -> Tensor:
     return (sum(counted[1:], start=counted[0]) / sum(weights)).reshape(())
 
 
-def called_with(part: Any, target: Any = None, *, has_target: bool = False) -> MicroBatch:
+def called_with(
+    part: Any, target: Any = None, *, has_target: bool = False, names: tuple[str, ...] = (), rows: int | None = None
+) -> MicroBatch:
     """What a model is called with for a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(part, Mapping):
-        return MicroBatch((), dict(part), target, has_target, given=part)
+        return MicroBatch((), dict(part), target, has_target, given=part, names=names, rows=rows)
     args = tuple(part) if isinstance(part, tuple | list) and not hasattr(part, "_fields") else (part,)
-    return MicroBatch(args, {}, target, has_target, given=part)
+    return MicroBatch(args, {}, target, has_target, given=part, names=names, rows=rows)
 
 
 class _Cut(list[Any]):

@@ -55,10 +55,10 @@ class PostBackward:
 
     def note_ended(self, unit: Unit) -> None:
         """The backward of `unit` has ended on this rank; close the units that the program closes now."""
-        current = self._passes.current
-        current.open.discard(unit.name)
-        current.kept.discard(unit.name)
-        current.ended[unit.name] = unit
+        current, name = self._passes.current, unit.name
+        current.open.discard(name)
+        current.kept.discard(name)
+        current.ended[name] = unit
         while current.ended and (block := current.script.advance_to_end(current.ended)) is not None:
             self._end(self._by_name[block.closes])  # it has finished here, and is freed
             if block.acts:

@@ -193,18 +193,20 @@ class Runner:
         current, training = self.passes.current, self._is_training_root
         if training is None:  # else as the root was called, whatever is recomputed inside it
             training = torch.is_grad_enabled()
+        name = unit.name
         if training:
             if not current.is_running:
                 self.passes.begin()
-            current.called.add(unit.name)
-        moment = (current.moments[unit.name] if training else unit.moments).before_forward
-        script = current.script if training else self._evaluation.script
+            current.called.add(name)
+            moment, script = current.moments[name].before_forward, current.script
+        else:
+            moment, script = unit.moments.before_forward, self._evaluation.script
         block = script.advance(moment) or self._paths.come_to(moment, unit, training=training)
         if block is None or self.gathering.watcher is not None:
             self.gathering.run(block, moment, unit, self.passes.current, training=training)
         elif block.acts:  # here and below: see [Note: once for each event]
             block.act()
-        if unit.name not in current.awake:
+        if name not in current.awake:
             self.gathering.open(unit)
             if current.keeps_awake:
                 current.note_open(unit)
@@ -231,15 +233,18 @@ class Runner:
         if training is None:
             training = torch.is_grad_enabled()
             self._watching.leave_alone(unit, raised=False)
-        moment = (current.moments[unit.name] if training else unit.moments).after_forward
-        script = current.script if training else self._evaluation.script
+        name = unit.name
+        if training:
+            moment, script = current.moments[name].after_forward, current.script
+        else:
+            moment, script = unit.moments.after_forward, self._evaluation.script
         block = script.advance(moment) or self._paths.come_to(moment, unit, training=training)
-        if not (training and unit.name in current.kept):
+        if not (training and name in current.kept):
             if block is None or self.gathering.watcher is not None:
                 self.gathering.run(block, moment, unit, current, training=training)
             elif block.acts:
                 block.act()
-        for flat in () if unit.name in current.awake else unit.flats:
+        for flat in () if name in current.awake else unit.flats:
             flat.guard.rest()
             if flat.shared is not None:  # pages of what stays whole until its backward: activations peak at the loss
                 flat.relax()
@@ -247,22 +252,22 @@ class Runner:
     # -- events: a backward -----------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit) -> None:
-        current = self.passes.current
-        if unit.name in current.open:
+        current, name = self.passes.current, unit.name
+        if name in current.open:
             self._paths.need(unit, training=True, is_backward=True)
             self.gathering.open(unit)
             return
         if not current.is_running:
             self.passes.begin()
-        current.opened.add(unit.name)
-        moment = current.moments[unit.name].before_backward
+        current.opened.add(name)
+        moment = current.moments[name].before_backward
         block = current.script.advance(moment) or self._post_backward.arrive_at(moment, unit)
-        current.open.add(unit.name)  # only now: its use before this one may have been closed just above
+        current.open.add(name)  # only now: its use before this one may have been closed just above
         if block is None or self.gathering.watcher is not None:
             self.gathering.run(block, moment, unit, current)
         elif block.acts:
             block.act()
-        if unit.name not in current.awake:
+        if name not in current.awake:
             self.gathering.open(unit)
             if current.keeps_awake:
                 current.note_open(unit)

@@ -67,15 +67,17 @@ class Script:
 
         Its moment is of the running op, for each op ends with a moment of its own.
         """
-        if not self.is_followed or self._next == len(self.blocks):
+        number, blocks = self._next, self.blocks
+        if not self.is_followed or number == len(blocks):
             return None
-        block = self.blocks[self._next]
+        block = blocks[number]
         if block.closes not in ended:
             return None
-        self._next += 1
-        self.trace.append(block.moment)
-        self._journal.moment = block.moment
-        self._journal.clock.reach(block.place)
+        self._next = number + 1
+        moment, journal = block.moment, self._journal
+        self.trace.append(moment)
+        journal.moment = moment
+        journal.clock.reach(block.place)
         return block
 
     def expects(self, moment: Moment) -> bool:
@@ -133,17 +135,19 @@ class Script:
         stages of a few milliseconds each call of a Python function counts: they were most of what a step took beyond
         torch's own pipelines.
         """
-        if not self.is_followed or self._next == len(self.blocks):
+        number, blocks = self._next, self.blocks
+        if not self.is_followed or number == len(blocks):
             return None
-        block = self.blocks[self._next]
+        block = blocks[number]
         if block.moment is not moment:
             if block.moment != moment:
                 return None
             block.moment = moment  # one object from now on, which need not be compared
-        self._next += 1
+        self._next = number + 1
         self.trace.append(moment)
-        self._journal.moment = moment
-        self._journal.clock.reach(block.place)
+        journal = self._journal
+        journal.moment = moment
+        journal.clock.reach(block.place)
         return block
 
     def take(self, moment: Moment) -> BoundBlock | None:

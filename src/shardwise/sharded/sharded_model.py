@@ -232,10 +232,11 @@ class ShardedModel(NotCopied):
         """`weight` overrides the weight of this micro-batch set by `weigh`."""
         if weight is not None and not self._weighs_losses:
             self._set_weight(weight)
-        if self.plan.accumulate > 1:
+        accumulate = self.plan.accumulate
+        if accumulate > 1:
             self.progress.note_loss(loss)
-        if not self.progress.micro_steps.divides_arriving:
-            loss = loss / self.plan.accumulate
+        if not self.progress.micro_steps.divides_arriving and (accumulate > 1 or type(loss) is not torch.Tensor):
+            loss = loss / accumulate  # other classes are asked whether they are whole
         if self._weighs_losses:
             loss = self._weighed(loss, self.progress.weighing.current if weight is None else weight)
         self._has_begun = True

@@ -111,7 +111,8 @@ class Session:
         self._plan_memory()
         sharded = self.sharded
         _require_whole_step(sharded)
-        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+        names = () if sharded.parts.pipeline is None else sharded.parts.pipeline.argument_names
+        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing, names)
         self._require_by_samples(batch, parts)
         if compute is not None:
             _require_computable(sharded)

@@ -23,8 +23,9 @@ def takes_flags(function: Callable[Given, Made]) -> Callable[Given, Made]:
     called = owner if own_name == "__init__" else own_name
 
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Made:
-        for name in names:
-            require_flag(f"{called}({name}=", kwargs.get(name))
+        if kwargs:
+            for name in names:
+                require_flag(f"{called}({name}=", kwargs.get(name))
         return function(*args, **kwargs)
 
     # Frames are named by their code: what a rank waits in is said by the outermost one of this library.

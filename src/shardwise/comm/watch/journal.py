@@ -126,6 +126,8 @@ class Journal:
         self._raised_at = ""
         """The user's line at which the fault was raised first. If it is raised again, the loop has caught it there."""
         self._thread_id = threading.get_ident()
+        self._call = ""
+        """The library function that runs a whole schedule; see `calling`."""
         self._place: tuple[str, str] | None = None
         """Where this rank is, while its frames are not to be read: see `unobserved`."""
         self._lines: dict[str, LineRecord] = {}
@@ -160,7 +162,9 @@ class Journal:
         if line is None:
             line = self._lines[group.name] = LineRecord(group)
         action = self.action
-        call = "" if action is not None else _outwards(sys._getframe(1))[0]
+        call = ""
+        if action is None:
+            call = (self._call if group.is_link else "") or _outwards(sys._getframe(1))[0]
         kind = (verb, subject, dtype)
         code = self._codes.get(kind)
         if code is None:
@@ -218,6 +222,16 @@ class Journal:
         """A forward raised. The user's code may catch that and go on; if the other ranks did not raise, they have to
         know."""
         self.error = in_words(error) if error is not None else ""
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside `with`, messages along links are all of the call in which this rank is now. To find that for each
+        takes as long as to send a small one."""
+        self._call = _outwards(sys._getframe())[0]
+        try:
+            yield
+        finally:
+            self._call = ""
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:

@@ -110,6 +110,9 @@ class Verdict:
         self._device = flats[0].device if flats else torch.device("cpu")
         self._dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
         self._vector: Tensor | None = None
+        self._marked: list[bool] | None = None
+        """Which parameters this rank had touched when `_vector_of_marks` was made, if the host sends such a one."""
+        self._vector_of_marks = torch.empty(0, device="cpu")
         self._squares: list[tuple[str, Tensor]] = []
         self._reads = False
         """Whether this rank has queued a question on its device, in this step, whose answer the host needs."""
@@ -138,7 +141,7 @@ class Verdict:
         if self._exchange is None:
             squared, counts, *touched = vector.tolist()
             self._collectives.journal.check()  # see [Note: garbage after a fault]
-            self._record(counts, [count > 0 for count in touched])
+            self._record(counts, list(map(bool, touched)))
             return root(squared)
         flags = self._agree(self._exchange)
         if not flags & _READS:
@@ -163,8 +166,13 @@ class Verdict:
         touched = self._touched_here()
         device = self._device
         if self._exchange is None:
+            if touched != self._marked:  # it is the same in most steps
+                self._marked = touched
+                self._vector_of_marks = torch.tensor([0.0, 0.0, *map(float, touched)], dtype=self._dtype, device=device)
+            vector = self._vector_of_marks.clone()
             counts = float(self._has_left()) + _NEWS * self._news.has_news()
-            vector = torch.tensor([0.0, counts, *map(float, touched)], dtype=self._dtype, device=device)
+            if counts:
+                vector[1] = counts
         else:
             vector = torch.zeros(2 + len(touched), dtype=self._dtype, device=device)
             news = self._news.news_on_device()
@@ -188,7 +196,10 @@ class Verdict:
         return [(name, float(square)) for name, square in self._squares]
 
     def _touched_here(self) -> list[bool]:
-        return [mark for flat in self._flats for mark in flat.grads.touched_here]
+        touched: list[bool] = []
+        for flat in self._flats:
+            touched += flat.grads.touched_here
+        return touched
 
     def _has_left(self) -> bool:
         return any(flat.grads.has_fresh() for flat in self._flats)
@@ -207,7 +218,7 @@ class Verdict:
                 self._marks[place] = int.from_bytes(message[1:], "little")
         touched = reduce(or_, set(self._marks.values())).to_bytes(len(mine), "little")
         counts = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
-        self._record(counts, [mark > 0 for mark in touched])
+        self._record(counts, list(map(bool, touched)))
         return together
 
 

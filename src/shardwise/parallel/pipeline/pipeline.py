@@ -135,6 +135,8 @@ class Pipeline:
         self._device = device
         self._batches = BatchCheck(self.line, device)
         self._has_told_waits = self._has_told_hooks = False
+        self._forward_seen: Callable[..., Any] | None = None
+        self._argument_names: tuple[str, ...] = ()
         self._hooks_before = hooks_of_users(staged.model)
         """Those that `stage_warnings` has seen."""
         self._params: list[nn.Parameter] = []
@@ -158,6 +160,8 @@ class Pipeline:
         if world.membership is not None:  # else these stages are new on all ranks
             self._surveys.agree(self.exchange)
         self._row = self.layout.schedule.rows[self.pp_rank]
+        self._last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
+        """The last op of each kind and stage."""
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
         self._last_stage = len(self.layout.stages) - 1
@@ -202,6 +206,14 @@ class Pipeline:
         """The pipeline rank on which a call of `called` ends."""
         stage, _ = self.layout.shares(self.staged.extents[called])[-1]
         return self.layout.pp_rank_of(stage)
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """What the model's forward calls its arguments. To look at a function takes a hundred calls of others."""
+        forward = self.staged.model.forward
+        if self._forward_seen is not forward:
+            self._forward_seen, self._argument_names = forward, tuple(signature(forward).parameters)
+        return self._argument_names
 
     @property
     def row(self) -> tuple[Op, ...]:
@@ -260,10 +272,9 @@ class Pipeline:
         self.require_whole()
         self.check_same_batch(parts)
         step = self._step(parts, loss_fn, timeline)
-        with self.cleared_on_error(), self.drawing():
-            last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
+        with self.cleared_on_error(), self.drawing(), self._collectives.journal.calling():
             for index, op in enumerate(self._row):
-                trainer.begin_op(op, is_last_of_kind=index == last[op.kind, op.stage])
+                trainer.begin_op(op, is_last_of_kind=index == self._last[op.kind, op.stage])
                 following = self._row[index + 1] if index + 1 < len(self._row) else None
                 if op.kind == "F":
                     self._forward(op, step, following)
@@ -291,8 +302,8 @@ class Pipeline:
             return self._finish(step)
 
     def _step(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, timeline: Timeline) -> _Step:
-        names = tuple(signature(self.staged.model.forward).parameters)
-        parts = [replace(part, names=names) for part in parts]
+        names = self.argument_names
+        parts = [part if part.names == names else replace(part, names=names) for part in parts]
         kinds = [self.kind_of(part) for part in parts]
         carried = [self.carried_for(part, loss_fn, is_whole=part.compute is not None) for part in parts]
         return _Step(parts, kinds, carried, loss_fn, timeline)

@@ -134,7 +134,7 @@ class StageMessageLayout:
         if known is None:
             return
         is_plain = type(value) is Tensor and value.dtype in _SENT  # as most are; the rest is described, as it was then
-        shapes = (tuple(value.shape),) if is_plain else tuple(sorted(_shapes_in(described(value))))
+        shapes: Shapes = (value.shape,) if is_plain else tuple(sorted(_shapes_in(described(value))))
         if shapes not in known:
             raise ModelError(
                 f"{name} returned tensors of shapes {_listed(next(iter(known)))} for micro-batches like this one, and "

@@ -48,13 +48,12 @@ class ByteMeter:
         return self if tier == "device" else self._below.setdefault(tier, ByteMeter())
 
     def hold(self, kind: str, num_bytes: int) -> None:
-        held = self.now[kind] + num_bytes
-        self.now[kind] = held
-        self._total += num_bytes
+        held = self.now[kind] = self.now[kind] + num_bytes
+        total = self._total = self._total + num_bytes
         if held > self.peak[kind]:
             self.peak[kind] = held
-        if self._total > self.peak_total:
-            self.peak_total = self._total
+        if total > self.peak_total:
+            self.peak_total = total
 
     def drop(self, kind: str, num_bytes: int) -> None:
         self.now[kind] -= num_bytes

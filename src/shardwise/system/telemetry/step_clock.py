@@ -67,7 +67,8 @@ class StepClock:
         self._waited_at_rest = 0.0
         self._rests = True
         self._spent: defaultdict[str, float] = defaultdict(float)
-        self._reached_at, self._waited_when_reached = self._lap_began, 0.0
+        self._reached = self._lap_began
+        """When the last place was reached, by a clock that stands while this rank waits."""
 
     def wait(self, axis: str, seconds: float) -> None:
         """Count `seconds` of waiting for ranks along `axis`."""
@@ -105,15 +106,15 @@ class StepClock:
         if self._rests:
             self._count_rest()
             self._rests = False
-            self._reached_at, self._waited_when_reached = self._resting_since, self._total_waited
+            self._reached = self._resting_since - self._total_waited
 
     def reach(self, place: str) -> None:
         """What was computed since `work` or the last call, without waiting, counts as `place`. See [Note: places]."""
         if self._rests:
             return
-        now, waited = self.now(), self._total_waited
-        self._spent[place] += now - self._reached_at - (waited - self._waited_when_reached)
-        self._reached_at, self._waited_when_reached = now, waited
+        now = self.now() - self._total_waited
+        self._spent[place] += now - self._reached
+        self._reached = now
 
     def rest(self) -> None:
         """The model ends computing."""
