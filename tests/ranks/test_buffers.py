@@ -227,3 +227,39 @@ def test_one_that_becomes_sparse_is_refused() -> None:
 
     with pytest.raises(ModelError, match="The buffer running has changed, and one that is sparse"):
         trained(Counting(), change)
+
+
+class Projected(nn.Module):
+    """Multiplies by a buffer, which is cast by nobody, by its own forward, or before it is sharded."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        dtype = torch.bfloat16 if how == "before" else torch.float32
+        self.register_buffer("scale" if how == "scaled" else "proj", torch.eye(8, dtype=dtype))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        if self.how == "scaled":  # the next layer raises, as its input is not in bf16 any more
+            hidden = hidden * self.scale.sum(0)
+        else:
+            hidden = hidden @ (self.proj.to(hidden.dtype) if self.how == "inside" else self.proj)
+        return self.head(hidden).float().square().mean()
+
+
+@pytest.mark.parametrize("how", ["nobody", "scaled", "inside", "before"])
+def test_one_that_is_used_as_a_weight_in_bf16_is_named_with_a_cure_that_works(how: str) -> None:
+    def work(engine: sw.Engine) -> str:
+        try:
+            engine.backward(engine(torch.randn(6, 8)))
+            engine.step()
+        except RuntimeError as error:
+            return "".join(error.__notes__)
+        return "trained"
+
+    plan = {"preset": "zero3", "precision": "bf16"}
+    name = "scale" if how == "scaled" else "proj"
+    for told in work_on_ranks(2, work, plan, Projected(how)):
+        assert (f"not the buffers {name}, of which the first is torch.float32" in told) == (how in ("nobody", "scaled"))
+        assert (told == "trained") == (how in ("inside", "before"))

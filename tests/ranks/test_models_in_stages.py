@@ -14,7 +14,6 @@ from torch import nn
 from twins import work_on_ranks
 
 import shardwise as sw
-from shardwise.errors import FaultError, ModelError
 from shardwise.testing import run_ranks
 from tests.in_stages import SPLITS as LIKE_ANY
 from tests.in_stages import Messages, optimizer_of, plain, race
@@ -201,18 +200,13 @@ def test_models_of_speech_with_masked_frames(kind: str, split: str) -> None:
 
 @pytest.mark.parametrize("num_empty", [0, 1, 4])
 def test_a_model_that_reads_its_pixels_is_cut_anywhere(num_empty: int) -> None:
-    """It leaves out images that are empty. Micro-batches with other numbers of images are refused, wherever it is cut:
-    the forward of each stage computes with the shapes of what earlier modules returned."""
+    """It leaves out images that are empty, so micro-batches have other numbers of images."""
     numbers, model = torch.Generator().manual_seed(1), idefics3().train()
     data = [[to_images(numbers, has_empty=2 * step + part < num_empty) for part in range(2)] for step in range(2)]
     tower = ["model.text_model.embed_tokens", "model.vision_model", "model.connector", "model.text_model.layers.0"]
     rest = ["model.text_model.layers.1", "model.text_model.layers.2", "model.text_model.norm", "lm_head"]
     for plan in ({"pp": 3}, {"pipeline": {"stages": [tower, rest]}}):
-        if num_empty in (0, 4):
-            race(model, data, **plan)
-        else:
-            with pytest.raises((ModelError, FaultError), match=r"vision_model.* returned tensors .*, or leave pp out"):
-                race(model, data, **plan)
+        race(model, data, **plan)
 
 
 @pytest.mark.parametrize("kind", MODELS)

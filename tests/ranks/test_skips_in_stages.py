@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,7 +121,22 @@ class CallsInner(Net):
         return hidden + torch.tanh(self.down[0].linear(hidden))
 
 
-NETS = [Net, Condition, SumOfLayers, Penalised, OfSeveral, CallsInner]
+class TwoTowers(Net):
+    """Of images and text, say, whose results meet behind the last block (CLIP, SigLIP): the second gets nothing of the
+    first."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = self.tokens(x)
+        for block in [*self.down, self.middle]:
+            first = block(first)
+        second = F.one_hot(y, WIDTH).to(first.dtype)
+        for block in self.up:
+            second = block(second)
+        each, other = self.head(first.mean(1)), self.head(second.mean(1))
+        return F.cross_entropy(each @ other.T, torch.arange(len(x), device=x.device))
+
+
+NETS = [TwoTowers, Net, Condition, SumOfLayers, Penalised, OfSeveral, CallsInner]
 SPLITS: dict[str, dict[str, Any]] = {
     "pp4": {"pp": 4},
     "pp2-dp2-zero3": {"pp": 2, "dp": 2, "preset": "zero3"},
@@ -154,6 +170,25 @@ def test_they_train_as_in_a_plain_loop(kind: type[nn.Module], split: str) -> Non
     race(made(kind), drawn(), loss_fn=loss_itself, **SPLITS[split])
 
 
+def test_a_stage_may_begin_with_what_gets_nothing_of_earlier_ones() -> None:
+    """What it reads of them is carried there, in a step and in calls."""
+    stages = [["tokens", "down.*", "middle"], ["up.*", "head"]]
+    race(made(TwoTowers), drawn(), loss_fn=loss_itself, pipeline={"stages": stages})
+    [parts] = drawn(num_steps=1)
+    batch = {name: torch.cat([part[name] for part in parts]) for name in "xy"}
+    plan = {"mesh": {"pp": 2}, "preset": "zero1", "pipeline": {"stages": stages}}
+
+    def norm(engine: sw.Engine) -> float:
+        engine.backward(engine(**batch))
+        return engine.clip_grad_norm_(float("inf"))
+
+    plain = made(TwoTowers)
+    plain(**batch).backward()
+    expected = float(torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()]))
+    for found in work_on_ranks(2, norm, plan, lambda: made(TwoTowers), None):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_two_arguments_of_one_shape_are_told_apart() -> None:
     """The first step follows every operation, and its stand-ins are all different; those of later ones share memory."""
     race(made(OfSeveral), drawn(num_steps=2), loss_fn=loss_itself, pp=3)
@@ -165,23 +200,25 @@ def test_skips_are_sent_once_to_where_they_are_read_and_priced(monkeypatch: pyte
     messages = Messages(monkeypatch)
     stages = [["tokens", "down.*"], ["middle", "up.*", "head"]]
     data = drawn(num_steps=1)
-
-    def rehearsed(engine: sw.Engine) -> int:
-        from shardwise.fit.stage_rehearsal import StageRehearsal
-
-        sharded = inside.sharded(engine)
-        pipeline, sharding = sharded.parts.pipeline, sharded.parts.sharding
-        assert pipeline is not None
-        found = StageRehearsal(
-            pipeline.staged, sharding.units, data[0][0], sharding.device, sharded.table.compute, lambda output: output
-        )
-        found.activations(pipeline.exchange)
-        return found.rank.sent_bytes
-
-    foreseen = race(made(Net), data, loss_fn=loss_itself, pipeline={"stages": stages}, look=rehearsed)
+    look = partial(foreseen_bytes, batch=data[0][0])
+    foreseen = race(made(Net), data, loss_fn=loss_itself, pipeline={"stages": stages}, look=look)
     hidden = 2 * LENGTH * WIDTH * 4
     assert messages.of("activation") == messages.of("gradient") == len(data[0]) * 3 * hidden
     assert foreseen == [3 * hidden, 3 * hidden]
+
+
+def foreseen_bytes(engine: sw.Engine, batch: dict[str, Tensor]) -> int:
+    """That a rank sends for a micro-batch, as a rehearsal says."""
+    from shardwise.fit.stage_rehearsal import StageRehearsal
+
+    sharded = inside.sharded(engine)
+    pipeline, sharding = sharded.parts.pipeline, sharded.parts.sharding
+    assert pipeline is not None
+    found = StageRehearsal(
+        pipeline.staged, sharding.units, batch, sharding.device, sharded.table.compute, lambda output: output
+    )
+    found.activations(pipeline.exchange)
+    return found.rank.sent_bytes
 
 
 @pytest.mark.parametrize("frozen", [("tokens", "down"), ("tokens", "down", "middle", "up")])
@@ -263,32 +300,103 @@ class SelectingPairs(Selecting):
         self.down.append(OfPair())
 
 
+class SelectingTokens(Net):
+    """All of its blocks compute with the tokens that the values of a batch say, and so do messages."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        is_kept = self.kept(x)
+        hidden = self.tokens(x)[is_kept]
+        for block in [*self.down, self.middle, *self.up]:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden), y[is_kept])
+
+    def kept(self, x: Tensor) -> Tensor:
+        return x > 2
+
+
+class ByLengths(SelectingTokens):
+    """By lengths, which it reads as a list of numbers."""
+
+    def kept(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.arange(LENGTH) < 2 + number % (LENGTH - 1) for number in x[:, 0].tolist()])
+
+
+class WithinBlock(Net):
+    """A block returns the tokens that it selects, which the next one puts back."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        is_kept = x > 2
+        hidden = self.tokens(x)
+        for block in self.down:
+            hidden = hidden.masked_scatter(is_kept[..., None], block(hidden[is_kept]))
+        for block in [self.middle, *self.up]:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
 @sampled
-@pytest.mark.parametrize("is_called", [False, True], ids=["train_step", "calls"])
-@pytest.mark.parametrize("kind", [Selecting, SelectingPairs])
-def test_shapes_that_values_decide_on_are_those_of_the_first_batch_or_refused(
-    kind: type[nn.Module], is_called: bool
-) -> None:
-    """Later stages know them of the first micro-batch of the same shapes alone: they computed with these."""
-    data, plan = drawn(num_steps=2), {"stages": [["tokens", "down.*"], ["up.*", "head"]]}
-    for part in (part for parts in data for part in parts):
-        part["x"][:, 0] = 2  # in all rows: a call is split along them
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", [Selecting, SelectingPairs, SelectingTokens, ByLengths, WithinBlock])
+def test_values_of_each_micro_batch_decide_on_shapes(kind: type[nn.Module], split: str) -> None:
+    race(made(kind), drawn(), loss_fn=loss_itself, **SPLITS[split])
 
-    def calls(engine: sw.Engine) -> list[float]:
-        return [engine(**part).item() for part in data[0]]
 
-    def results() -> Any:
-        if not is_called:
-            return race(made(kind), data, loss_fn=loss_itself, pipeline=plan)
-        called = {"mesh": {"pp": 2}, "preset": "zero1", "pipeline": plan}
-        return work_on_ranks(2, calls, called, lambda: made(kind), None)
+@sampled
+@pytest.mark.parametrize("kind", [Selecting, SelectingPairs, SelectingTokens, ByLengths, WithinBlock])
+def test_values_of_each_call_decide_on_shapes(kind: type[nn.Module]) -> None:
+    """In a loop of one's own, whose calls are split along their samples if what blocks return has these."""
+    data = [{name: torch.cat([part[name] for part in parts]) for name in "xy"} for parts in drawn(num_steps=4)]
+    for batch in data:
+        batch["x"][:, 0] = batch["x"][0, 0]  # in all rows: parts of a call have others
+    plain = made(kind)
+    expected = []
+    for batch in data:
+        loss = plain(**batch)
+        loss.backward()
+        grads = [param.grad for param in plain.parameters() if param.grad is not None]
+        expected.append((loss.item(), float(torch.nn.utils.get_total_norm(grads))))
+        plain.zero_grad()
 
-    found, model = results(), made(kind)
-    if is_called:
-        assert found[0] == pytest.approx([model(**part).item() for part in data[0]], rel=1e-5)
-    data[0][-1]["x"][:, 0] = 1
-    with pytest.raises((ModelError, FaultError), match=r"down\.[01] returned tensors .* or leave pp out of the mesh"):
-        results()
+    def calls(engine: sw.Engine) -> list[tuple[float, float]]:
+        found = []
+        for batch in data:
+            loss = engine(**batch)
+            engine.backward(loss)
+            found.append((loss.item(), engine.clip_grad_norm_(float("inf"))))
+            engine.zero_grad()
+        return found
+
+    for found in work_on_ranks(2, calls, {"mesh": {"pp": 2}, "preset": "zero1"}, lambda: made(kind), None):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_that_precede_each_message_are_priced() -> None:
+    data = drawn(num_steps=1)
+    num_tokens = int((data[0][0]["x"] > 2).sum())
+    look = partial(foreseen_bytes, batch=data[0][0])
+    first, last = race(made(SelectingTokens), data, loss_fn=loss_itself, look=look)
+    assert last == num_tokens * WIDTH * 4
+    assert last + 100 < first < last + 2000
+
+
+class ByNumber(Selecting):
+    """Computes with as many tokens as a number says that is no tensor."""
+
+    def forward(self, x: Tensor, y: Tensor, num: int) -> Tensor:
+        hidden = self.tokens(x)
+        kept = self.down[0](hidden[:, :num])
+        for block in self.up:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten()) / kept.shape[1]
+
+
+def test_shapes_that_something_else_decides_on_are_those_of_the_first_batch_or_refused() -> None:
+    """Later stages know them of the first micro-batch of the same shapes alone."""
+    parts = [{**part, "num": 3} for part in drawn(num_steps=1)[0]]
+    race(made(ByNumber), [parts], loss_fn=loss_itself)
+    parts[-1]["num"] = 4
+    with pytest.raises((ModelError, FaultError), match=r"down\.0 returned tensors .* or leave pp out of the mesh"):
+        race(made(ByNumber), [parts], loss_fn=loss_itself)
 
 
 class Reading(Net):

@@ -786,3 +786,24 @@ def test_hooks_collect_what_forwards_return_and_not_what_the_check_of_a_plan_doe
             engine.step()
 
     run_ranks(2, rank)
+
+
+def test_a_jacobian_is_computed_output_by_output_and_refused_at_once() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def rows(model: Any) -> Tensor:
+        out = model(x).sum(0)
+        return torch.stack([torch.autograd.grad(one, x, retain_graph=True)[0] for one in out])
+
+    def work(engine: sw.Engine) -> Tensor:
+        with pytest.raises(RuntimeError, match="Batching rule") as raised:
+            torch.autograd.grad(engine(x).sum(0), x, torch.eye(2), is_grads_batched=True)
+        assert "Call torch.autograd.grad for each output" in "".join(raised.value.__notes__)
+        return rows(engine)
+
+    x = torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
+    model = seeded(build)
+    plan = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}}
+    for found in work_on_ranks(2, work, plan, lambda: seeded(build)):
+        torch.testing.assert_close(found, rows(model))

@@ -293,7 +293,7 @@ class StageRehearsal:
             self._aside(stage, halved, linear),
             frozenset(unit.name for unit in halved if any(param in own for param in unit.params)),
             found.messages,
-            0 if found.handed_over is None else found.handed_over.num_bytes,
+            0 if found.handed_over is None else found.handed_over.message_bytes,
             found.sent_back,
         )
 

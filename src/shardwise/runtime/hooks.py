@@ -51,6 +51,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.memory import Flat, Unit
+from shardwise.runtime.buffer_dtypes import explain_dtypes
 from shardwise.runtime.compiled import OuterCompile
 from shardwise.runtime.kept_views import KeptViews
 from shardwise.runtime.nested import tensors_in
@@ -265,6 +266,7 @@ class Hooks(NotCopied):
             self._listener.leave_root(raised=False)
             return
         self._outer_compile.explain(error)
+        explain_dtypes(error, self._root)
         self._listener.leave_root(raised=True)
 
     @property

@@ -4,6 +4,10 @@ A stage computes its forward from stand-ins for the outputs of earlier stages. N
 and device are right. Only gradients would tell otherwise, and only if there are any. So in the first forward of each
 kind every operation is watched: what it computes from a stand-in carries the names of the modules for which that
 stands.
+
+[Note: sizes of values] The same shows whether values of a batch decide on shapes: a mask that selects tokens, images
+that are left out, lengths that are read. Then stages tell each other the shapes of each message ([Note: layouts] in
+`sends.py`). Where values of activations decide, as in experts that select their tokens, it stays within a module.
 """
 
 from __future__ import annotations
@@ -21,9 +25,13 @@ from shardwise.system.torch_private import DisableTorchFunctionSubclass, TorchDi
 
 Tensor = torch.Tensor
 _NOTHING: Names = frozenset()
+_NUMBER = "aten::_local_scalar_dense"
+_MASKS = (torch.bool, torch.uint8)
 _OVERWRITING = ("aten::copy_", "aten::fill_", "aten::zero_")
-_READING = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_READING = (_NUMBER, "aten::equal", "aten::is_nonzero")
 """Operations whose result is a Python number."""
+_LISTING = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+"""The same, of all elements, without an operation."""
 _FINITENESS = (
     *(torch.isnan, torch.isinf, torch.isfinite, torch.isposinf, torch.isneginf),
     *(Tensor.isnan, Tensor.isinf, Tensor.isfinite, Tensor.isposinf, Tensor.isneginf),
@@ -40,6 +48,8 @@ class Dependence(TorchDispatchMode):
     def __init__(self, on_read: Callable[[Names], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._on_read = on_read
+        self.batch_decides_sizes = False
+        """See [Note: sizes of values]."""
         self._names: dict[int, tuple[StorageWeakRef, Names]] = {}
         """By address of a storage. The weak reference prevents another storage from getting that address."""
 
@@ -68,6 +78,8 @@ class Dependence(TorchDispatchMode):
             read = frozenset(one for one in names if one != OWN and not one.startswith(FINITE))
         if read:
             self._on_read(read)
+        if _decide_sizes(func, name, args):
+            self.note_sizes(_deciding(name, args))
         result = func(*args, **kwargs)
         short = name.rpartition("::")[2]
         if names and not (short.endswith("_like") or short.startswith("new_")):
@@ -76,6 +88,10 @@ class Dependence(TorchDispatchMode):
         if name in _OVERWRITING and _is_whole(args[0]):
             self._set(args[0], self.names((args[1:], kwargs)))
         return result
+
+    def note_sizes(self, deciding: object) -> None:
+        """The values of these tensors may decide on shapes."""
+        self.batch_decides_sizes |= not self.names(deciding)
 
     def note_check(self, result: object) -> None:
         """`result` says whether values are finite, and nothing else of them."""
@@ -95,8 +111,8 @@ class Dependence(TorchDispatchMode):
             self._names.pop(address, None)
 
 
-class FinitenessChecks(TorchFunctionMode):
-    """Tells a `Dependence` which tensors only say whether values are finite."""
+class FunctionsOfValues(TorchFunctionMode):
+    """Tells a `Dependence` which tensors only say whether values are finite, and which are made lists."""
 
     def __init__(self, dependence: Dependence) -> None:
         super().__init__()
@@ -110,9 +126,25 @@ class FinitenessChecks(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _LISTING and not args[0].is_floating_point():
+            self._dependence.note_sizes(args[0])
         if func in _FINITENESS:
             self._dependence.note_check(result)
         return result
+
+
+def _decide_sizes(func: Any, name: str, args: Sequence[Any]) -> bool:
+    """Whether values of tensors decide on the shape of what an operation returns, or become an integer."""
+    if name == _NUMBER:
+        return not (args[0].is_floating_point() or args[0].dtype == torch.bool)
+    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
+        return False
+    return name != "aten::index" or any(one is not None and one.dtype in _MASKS for one in args[1])
+
+
+def _deciding(name: str, args: Sequence[Any]) -> object:
+    """The arguments whose values do."""
+    return args[1] if name in ("aten::index", "aten::masked_select") else args
 
 
 def _address(tensor: Tensor) -> int | None:

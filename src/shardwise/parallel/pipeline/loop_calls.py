@@ -225,8 +225,8 @@ class LoopCalls:
             with self._on_timeline(f"wait F{number}@{stage}"):
                 arrived = pipeline.arrived(stage, kind, number)
             channel = pipeline.forward_from[stage]
-            if part + 1 < len(call.parts) and channel.knows(following := call.kinds[part + 1]):
-                channel.expect(channel.layout(following).tensors, number + 1)
+            if part + 1 < len(call.parts) and (layout := channel.known(call.kinds[part + 1])):
+                channel.expect(layout.tensors, number + 1)
         if stage == self._last and (self._blocks is None or len(call.parts) == 1):
             assert arrived is not None
             call.arrived.append(arrived)
@@ -250,7 +250,8 @@ class LoopCalls:
         if call.trains or is_last:
             call.held[stage, part] = Held.of(outputs, sent, arrived)
         if is_last:
-            sent = replace(sent, returned=call.of_blocks.setdefault(kind, sent).returned)
+            if not sent.varies:
+                sent = replace(sent, returned=call.of_blocks.setdefault(kind, sent).returned)
             call.arrived.append(StageMessage(list(outputs), sent))
         else:
             pipeline.forward_to[stage].send_with_layout(outputs, sent, kind, number)

@@ -150,8 +150,9 @@ class Pipeline:
         self._on_every_stage = OnEveryStage(staged.model, staged.layout.pieces)
         self.own_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context in which this rank draws its own random numbers; see `drawing`."""
-        self._forms: dict[Hashable, tuple[int, ...]] = {}
-        """The kinds of forwards that have been watched (see `dependence.py`), and what each passes on."""
+        self._forms: dict[Hashable, tuple[tuple[int, ...], bool]] = {}
+        """The kinds of forwards that have been watched (see `dependence.py`): which arguments each passes on, and
+        whether shapes vary."""
         self.surveyor: Surveyor | None = None
         """Finds what stages read; without it, each gets the arguments of its first module alone."""
         self.views: Views | None = None
@@ -448,7 +449,8 @@ class Pipeline:
         called = called or self.staged.model
         span = share.span
         form = (called, stage, *share[:3], self.staged.model.training, torch.is_grad_enabled(), part.form)
-        sends = self._forms.get(form)
+        known = self._forms.get(form)
+        sends, varies = (None, False) if known is None else known
         first, last = self.staged.span_of(stage) if span is None else span
         is_new, is_last = sends is None, self.staged.ends(called, last)
         pieces = self.layout.pieces[first : last + 1]
@@ -460,7 +462,7 @@ class Pipeline:
                 arrived,
                 called=called,
                 is_watched=is_new,
-                passing=Passing(sends, share.sends_others, carried, known=share.known),
+                passing=Passing(sends, share.sends_others, carried, known=share.known, varies=varies),
                 span=span,
             ),
             _NOTHING if self.views is None or not is_new else self.views.compared(called, pieces),
@@ -474,14 +476,14 @@ class Pipeline:
         if sent is not None:  # accelerate wraps forwards so that their outputs are in fp32
             outputs = [one.to(known.dtype) for one, known in zip(outputs, sent.tensors, strict=True)]
         if is_new:
-            self._forms[form] = () if sent is None else sent.arguments
+            self._forms[form] = ((), False) if sent is None else (sent.arguments, sent.varies)
         return outputs, sent
 
     def pass_over(self, part: MicroBatch, called: nn.Module) -> None:
         """A call runs none of this rank's stages: what ranks compare after watched forwards, this one does too."""
         form = (called, None, WHOLE, self.staged.model.training, torch.is_grad_enabled(), part.form)
         with self._on_every_stage.during(0, is_first=True, is_watched=form not in self._forms):
-            self._forms[form] = ()
+            self._forms[form] = (), False
 
     def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
         _, batch, stage = op
@@ -526,9 +528,8 @@ class Pipeline:
         if op is None:
             return
         kind, batch, stage = op
-        if kind == "F" and stage and self.forward_from[stage].knows(step.kinds[batch]):
-            channel = self.forward_from[stage]
-            channel.expect(channel.layout(step.kinds[batch]).tensors, batch)
+        if kind == "F" and stage and (layout := self.forward_from[stage].known(step.kinds[batch])):
+            self.forward_from[stage].expect(layout.tensors, batch)
         held = step.held.get((stage, batch))
         if kind in "BI" and stage < self._last_stage and held is not None:
             self._backward_from[stage].expect(held.awaited, batch)

@@ -48,8 +48,9 @@ class TensorFacts(NamedTuple):
 
 class Placeholders:
     """The stand-ins of one forward of a stage. `pieces` are the modules of all stages, in order, and `first` is the
-    number of the one with which this stage begins. `sequence_parts`: into how many parts the received sequence is
-    split. `why_unknown`: why it is unknown which results have to be carried to this stage, if it is."""
+    number of the one with which this stage begins. `device` is that of its parameters. `sequence_parts`: into how many
+    parts the received sequence is split. `why_unknown`: why it is unknown which results have to be carried to this
+    stage, if it is."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Placeholders:
         pieces: Sequence[str],
         first: int,
         arrived: StageMessage | None,
+        device: torch.device | None = None,
         sequence_parts: int = 1,
         why_unknown: str = "",
     ) -> None:
@@ -66,6 +68,7 @@ class Placeholders:
         self._pieces = pieces
         self._first = first
         self._arrived = arrived
+        self._device = device
         self._sequence_parts = sequence_parts
         self._why_unknown = why_unknown
         self._num_calls: defaultdict[str, int] = defaultdict(int)
@@ -108,14 +111,19 @@ class Placeholders:
         """A context in which a forward is watched."""
         from shardwise.parallel.pipeline.dependence import (  # only ranks with a pipeline load it
             Dependence,
-            FinitenessChecks,
+            FunctionsOfValues,
         )
 
         self.dependence = Dependence(partial(self.refuse, does="reads a number from"))
         if self._arrived is not None:
             self.note_own(self._arrived.tensors)
-        with FinitenessChecks(self.dependence), self.dependence:
+        with FunctionsOfValues(self.dependence), self.dependence:
             yield
+
+    @property
+    def batch_decides_sizes(self) -> bool:
+        """Whether a watched forward has shown that values of the batch decide on shapes."""
+        return self.dependence is not None and self.dependence.batch_decides_sizes
 
     def note_own(self, value: object) -> None:
         """Follow tensors that this stage received, or that its modules have returned."""
@@ -197,14 +205,15 @@ class Placeholders:
         known = self._made.get(layout)
         if known is not None and self.dependence is None:
             return known.view_as(known)
-        first = self._arrived.tensors[0]
+        first = next(iter(self._arrived.tensors), None)  # none in a survey of what has no arguments of earlier modules
+        device = self._device if first is None else first.device
         shape = list(layout.shape)
-        if self._sequence_parts > 1 and tuple(shape) == tuple(first.shape):  # masks are made for whole sequences
-            shape[-2] *= self._sequence_parts
+        if self._sequence_parts > 1 and first is not None and tuple(shape) == tuple(first.shape):
+            shape[-2] *= self._sequence_parts  # masks are made for whole sequences
         gets_grads = any(tensor.requires_grad for tensor in self._arrived.tensors)
         needs_grad = gets_grads and layout.dtype.is_floating_point
         with torch.set_grad_enabled(needs_grad):
-            made = _varied(shape, layout.dtype, first.device, needs_grad=needs_grad)
+            made = _varied(shape, layout.dtype, device, needs_grad=needs_grad)
         if needs_grad:  # reentrant checkpointing asks its arguments, and runs modules without gradients itself
             self._guard(made, str(result))
         self._made[layout] = made
@@ -232,7 +241,7 @@ def _module_of(name: str) -> str:
     return name if result is None else result.module
 
 
-def _varied(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, needs_grad: bool) -> Tensor:
+def _varied(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None, *, needs_grad: bool) -> Tensor:
     """Different values from 0.5 to 1.5, or zeros of other dtypes than floating-point ones; none in a rehearsal. With
     `needs_grad` it is no leaf, so that a model may write to it."""
     start = torch.full((), 0.5 if dtype.is_floating_point else 0, dtype=dtype, device=device)

@@ -3,7 +3,9 @@
 [Note: layouts] The receiving rank has to know the size of a message in advance. The first activations for micro-batches
 of one kind (the shapes and dtypes of the model's inputs, which all ranks of a pipeline see) are preceded by a message
 with their layout; later ones of the same kind are not. A gradient has the layout of its activation. So in a step like
-the previous one no rank waits for a size, and the next messages can be received while something else is computed.
+the previous one no rank waits for a size, and the next messages can be received while something else is computed. Where
+values of a batch decide on shapes (see [Note: sizes of values] in `dependence.py`) the first layout says so, and each
+message is preceded by its own.
 
 Between ranks of one host a message is copied once, and its sender never waits for a block of shared memory, as gathers
 and sums do: a stage is meant to be ahead of the next, and 5 ms of patience for each message would be its bubble.
@@ -70,9 +72,10 @@ class Channel:
     def send_with_layout(
         self, tensors: Sequence[Tensor], layout: StageMessageLayout, kind: Hashable, micro_batch: int
     ) -> None:
-        """Send `tensors`, preceded by their layout if they are the first of their `kind`; see [Note: layouts]."""
+        """Send `tensors`, preceded by their layout if they are the first of their `kind`, or it varies; see [Note:
+        layouts]."""
         known = self._layouts.get(kind)
-        if known is None:
+        if known is None or known.varies:
             self._layouts[kind] = layout
             self._send_layout(layout, micro_batch)
         elif known != layout:
@@ -89,17 +92,16 @@ class Channel:
         self.send(tensors, micro_batch)
 
     def layout(self, kind: Hashable) -> StageMessageLayout:
-        """The layout of messages for micro-batches of this `kind`; waits for it if none has arrived yet."""
-        if kind not in self._layouts:
-            self._layouts[kind] = self._receive_layout()
-        return self._layouts[kind]
-
-    def knows(self, kind: Hashable) -> bool:
-        return kind in self._layouts
+        """The layout of the next message, for a micro-batch of this `kind`; waits for it if it is not known."""
+        known = self.known(kind)
+        if known is None:
+            known = self._layouts[kind] = self._receive_layout()
+        return known
 
     def known(self, kind: Hashable) -> StageMessageLayout | None:
-        """The layout of messages of this `kind`, if one has been sent or has arrived."""
-        return self._layouts.get(kind)
+        """The layout of all messages of this `kind`, if one has been sent or has arrived, and it does not vary."""
+        found = self._layouts.get(kind)
+        return None if found is None or found.varies else found
 
     def send_once(self, tensors: Sequence[Tensor], layout: StageMessageLayout) -> None:
         """Send `tensors`, preceded by their layout, which is not remembered: for shapes that change with each call."""

@@ -42,8 +42,9 @@ DTYPES = {
 """Dtypes that can be sent."""
 _SENT = frozenset(DTYPES.values())
 BY_SHAPES = (
-    "They must depend on the shapes of the batch only. Where its values decide on them, as a mask that selects tokens "
-    "or an image that is left out does, let each micro-batch have as many of these, or leave pp out of the mesh."
+    "They may depend on the shapes of the batch, and on its values where the first such forward selected by a mask of "
+    "the batch or read integers of it. Where something else decides on them, such as an activation or an argument that "
+    "is no tensor, let each micro-batch have as many of these, or leave pp out of the mesh."
 )
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype})
 """Types without anything in them."""
@@ -91,24 +92,26 @@ class Result(NamedTuple):
 class StageMessageLayout:
     """The layout of a parcel: `arguments` has, for each tensor among the arguments of the next stage's first module,
     its number in the parcel, or -1 if that stage computes it, and `results` the numbers of carried results. `returned`
-    has, by module and call, what earlier modules have returned (see `described`)."""
+    has, by module and call, what earlier modules have returned (see `described`). `varies`: whether other micro-batches
+    of its kind may have other shapes."""
 
     tensors: tuple[Layout, ...]
     arguments: tuple[int, ...]
     returned: Mapping[str, Sequence[Any]] = field(default_factory=dict, compare=False)
     results: Mapping[Result, int] = field(default_factory=dict)
+    varies: bool = field(default=False, compare=False)
 
     def encoded(self) -> bytes:
         """As a message."""
         results = [[*result, number] for result, number in self.results.items()]
-        plain = [[one.plain() for one in self.tensors], list(self.arguments), dict(self.returned), results]
+        plain = [[one.plain() for one in self.tensors], list(self.arguments), dict(self.returned), results, self.varies]
         return json.dumps(plain).encode()
 
     @classmethod
     def of_encoded(cls, message: bytes) -> StageMessageLayout:
-        tensors, arguments, returned, results = json.loads(message)
+        tensors, arguments, returned, results, varies = json.loads(message)
         numbers = {Result(*result): number for *result, number in results}
-        return cls(tuple(map(Layout.of_plain, tensors)), tuple(arguments), returned, numbers)
+        return cls(tuple(map(Layout.of_plain, tensors)), tuple(arguments), returned, numbers, varies)
 
     @cached_property
     def alike(self) -> dict[str, Layout]:
@@ -144,6 +147,11 @@ class StageMessageLayout:
     @property
     def num_bytes(self) -> int:
         return bytes_of(self.tensors)
+
+    @property
+    def message_bytes(self) -> int:
+        """Of the tensors, and of this layout if it precedes each of them."""
+        return self.num_bytes + (len(self.encoded()) if self.varies else 0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -278,24 +286,36 @@ def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> 
                 f"return has to be the samples'. Use engine.train_step(batch), which does not put them together."
             )
     # the part with most arguments has those of the whole batch: models drop masks that hide nothing
-    number = max(range(len(messages)), key=lambda number: len(messages[number].layout.arguments))
-    known, num, total = messages[number].layout, rows[number], sum(rows)
+    known = max((message.layout for message in messages), key=lambda layout: len(layout.arguments))
     tensors = [torch.cat([one.detach() for one in parts]) for parts in zip(*(m.tensors for m in messages), strict=True)]
     layouts = tuple(one._replace(shape=tuple(tensor.shape)) for one, tensor in zip(known.tensors, tensors, strict=True))
-    returned = {name: [_of_rows(call, num, total) for call in calls] for name, calls in known.returned.items()}
+    of_parts = [(message.layout, num) for message, num in zip(messages, rows, strict=True)]
+    of_parts.sort(key=lambda one: one[0] is not known)
+    differing = of_parts if known.varies else of_parts[:1]
+    returned = _of_all([(layout.returned, num) for layout, num in differing], sum(rows))
     return StageMessage(tensors, StageMessageLayout(layouts, known.arguments, returned, known.results))
 
 
-def _of_rows(description: Any, num: int, total: int) -> Any:
-    """A description (see `described`) for `total` samples, of one for `num`."""
-    if isinstance(description, list):
-        return [_of_rows(one, num, total) for one in description]
-    if not isinstance(description, dict):
-        return description
-    if isinstance(description.get("tensor"), list):
-        shape, *rest = description["tensor"]
-        return {"tensor": [[total, *shape[1:]] if shape and shape[0] == num else shape, *rest]}
-    return {key: _of_rows(one, num, total) for key, one in description.items()}
+def _of_all(found: Sequence[tuple[Any, int]], total: int) -> Any:
+    """A description (see `described`) for `total` samples, of those for parts, each with its number of samples. Tensors
+    whose first dimension is that of samples, or differs between the parts as that of what is selected does, have it of
+    all parts. What is not alike is that of the first part."""
+    one, _ = found[0]
+    if isinstance(one, list):
+        lists = [(other, num) for other, num in found if isinstance(other, list) and len(other) == len(one)]
+        return [_of_all([(other[place], num) for other, num in lists], total) for place in range(len(one))]
+    if not isinstance(one, dict):
+        return one
+    alike = [(other, num) for other, num in found if isinstance(other, dict) and other.keys() == one.keys()]
+    if not isinstance(one.get("tensor"), list):
+        return {key: _of_all([(other[key], num) for other, num in alike], total) for key in one}
+    shape, *rest = one["tensor"]
+    sizes = [(size, num) for other, num in alike for size in other["tensor"][0][:1]]
+    if shape and all(size == num for size, num in sizes):
+        shape = [total, *shape[1:]]
+    elif len({size for size, _ in sizes}) > 1 and sum(num for _, num in sizes) == total:
+        shape = [sum(size for size, _ in sizes), *shape[1:]]
+    return {"tensor": [shape, *rest]}
 
 
 def flattened(

@@ -116,7 +116,9 @@ class Passing:
     wanted: set[str] | None = None
     """In a survey: receives the names of the results of earlier stages that this one reads."""
     known: StageMessageLayout | None = None
-    """What the next stage has been told of what it gets, and of what modules have returned."""
+    """What the next stage has been told of what it gets, and of what modules have returned, if that is always so."""
+    varies: bool = False
+    """Whether a watched forward has found that it is not."""
 
 
 @dataclass
@@ -486,7 +488,8 @@ class StagedModel:
         first, last = self.span_of(stage) if span is None else span
         parts = self._sequence_parts.get(stage, 1) if first == self._firsts[stage] else 1  # the last block joins them
         why = passing.carried.why_unknown
-        stand_ins = Placeholders(stage, self._names, first, arrived, parts, why)
+        device = next((param.device for param in self._dtypes.values()), None)
+        stand_ins = Placeholders(stage, self._names, first, arrived, device, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
         is_asked = passing.known is None and last + 1 < len(self._names)
         notes_returns = is_asked or is_watched or bool(passing.carried.readers) or passing.wanted is not None
@@ -575,7 +578,9 @@ class StagedModel:
         if not self.ends_here:
             raise ModelError(
                 f"The forward of {type(module).__name__} ended without calling {self._names[now.last + 1]}, with "
-                f"which the next pipeline stage begins. List the modules in the order of the forward: pipeline.stages."
+                f"which the next pipeline stage begins. List the modules in the order of the forward: pipeline.stages. "
+                f"If it computes with parameters of that module without calling it, do this in the module's own "
+                f"forward."
             )
         self._check_entered(now)
         return output
@@ -646,7 +651,8 @@ class StagedModel:
             return self.answer(absent, absent, args, kwargs)
         if number < now.first:
             # reentrant checkpointing recomputes in the reverse order
-            if (now.is_entered and now.is_in_forward) or not now.has_received:
+            is_given = now.has_received or now.passing.wanted is not None  # a survey finds out what is carried
+            if (now.is_entered and now.is_in_forward) or not is_given:
                 self._refuse_order(name, now)
             return now.stand_ins.of_module(name)
         if now.has_received or torch.is_grad_enabled():
@@ -769,8 +775,10 @@ def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[s
             f"{name}, with which the next pipeline stage begins, is called with nothing that the modules before it "
             f"computed. Begin the stage with another module: pipeline.stages."
         )
-    received = {} if now.arrived is None else now.arrived.layout.returned
-    now.handed_over = StageMessageLayout(_layouts(chosen, name), arguments, {**received, **now.returned}, results)
+    arrived = StageMessageLayout((), ()) if now.arrived is None else now.arrived.layout
+    varies = arrived.varies or now.passing.varies or now.stand_ins.batch_decides_sizes
+    returned = {**arrived.returned, **now.returned}
+    now.handed_over = StageMessageLayout(_layouts(chosen, name), arguments, returned, results, varies)
     return tuple(chosen)
 
 

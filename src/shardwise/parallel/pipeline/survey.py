@@ -84,14 +84,16 @@ class Surveyor:
         """The results that later stages read in a forward of `called` on `part`. All ranks of the pipeline call.
 
         `is_whole`: all that the model returns is wanted, and not its loss alone. With `num_samples`, those of `part`,
-        it is also found out whether a share before the last one mixes them.
+        it is also found out whether a share before the last one mixes them, or hands over what is not by samples.
         """
+        messages: list[StageMessageLayout | None] = []
 
         @cache
         def own_stages() -> _OwnStages:
             return _OwnStages(self, part, loss_fn, called, is_whole=is_whole, num_samples=num_samples)
 
         def find(stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
+            messages.append(arrived)
             if stage not in self.staged.stages:
                 return Found.of_encoded(self.exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
             try:
@@ -101,7 +103,13 @@ class Surveyor:
             self.exchange(found.encoded())
             return found
 
-        return carried(self.staged.layout, shares, find)
+        known = carried(self.staged.layout, shares, find)
+        last = messages[-1]
+        if num_samples is None or known.why_unknown or known.mixing or last is None:
+            return known
+        odd = next((one.shape for one in last.tensors if one.shape[:1] != (num_samples,)), None)
+        why = f"what {num_samples} of them become begins with another dimension: {list(odd)}" if odd is not None else ""
+        return replace(known, mixing=why)
 
 
 class _OwnStages:

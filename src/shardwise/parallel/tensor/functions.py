@@ -57,7 +57,16 @@ def reduce_scatter_from(tensor: Tensor, line: Line, dim: int, sizes: Sequence[in
 
 def apply(function: Any, *args: object) -> Tensor:
     """`function.apply`, which has no types in torch."""
-    made: Tensor = function.apply(*args)
+    try:
+        made: Tensor = function.apply(*args)
+    except RuntimeError as error:
+        if "Batching rule" in str(error):
+            error.add_note(
+                "Gradients of several outputs at once (torch.autograd.grad(..., is_grads_batched=True), "
+                "functional.jacobian(..., vectorize=True)) cannot be sums over ranks of tp. Call torch.autograd.grad "
+                "for each output, or leave that argument out."
+            )
+        raise
     return made
 
 
