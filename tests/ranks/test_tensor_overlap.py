@@ -162,10 +162,14 @@ def test_training_between_hosts_is_that_of_the_unsplit_model(preset: str, tensor
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
-def test_training_on_devices_is_that_of_the_unsplit_model(tensor: dict[str, Any], when: When) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("build", "tensor"), [(Transformer, TENSOR), (Apart, APART)])
+def test_training_on_devices_is_that_of_the_unsplit_model(
+    build: Build, tensor: dict[str, Any], sequence: bool, when: When
+) -> None:
     devices = Devices(when)
-    assert_equal(sharded(Apart, "zero3", tensor, devices=devices), plain(seeded(Apart), 2))
+    split = sharded(build, "zero3", {**tensor, "sequence": sequence}, devices=devices)
+    assert_equal(split, plain(seeded(build), 2))
     assert devices.num_works == devices.num_waited
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_devices import WHENS, Devices, When
+from fake_devices import Devices
 from safetensors.torch import save_file
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
@@ -165,15 +165,6 @@ def test_sequences_that_do_not_divide_are_refused() -> None:
     uneven = [seeded(Uneven) for _ in range(2)]
     with pytest.raises(ModelError, match=r"tensor.sequence needs one list of blocks"):
         run_ranks(2, lambda world: sw.shard(uneven[world.rank], other, world=world))
-
-
-@thorough_only("slow; smaller tests beside it cover the same code")
-@pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("tensor", [TENSOR, {**TENSOR, "sequence": True}], ids=["tensor", "sequence"])
-def test_on_devices_whenever_collectives_act(tensor: dict[str, Any], when: When) -> None:
-    devices = Devices(when)
-    assert_equal(sharded(Transformer, "zero3", tensor, devices=devices), plain(seeded(Transformer), 2))
-    assert devices.num_works == devices.num_waited
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
