@@ -410,6 +410,18 @@ def test_what_cannot_be_divided_is_refused() -> None:
         found(Blocks(num_rows=32), 16, space=Space(axes=(), rows=(3, 5)))
 
 
+def test_as_many_stages_are_tried_as_published_runs_have() -> None:
+    """Llama 3 405B has 128, the first and the last without a block. A model with as many blocks may have a rank for
+    each."""
+    space = Space(presets=("zero1",), axes=("pp",), activations=("keep",), rows=(1,))
+    found = list(candidates(256, 8, 512, 128, Plan(), space))
+    assert max(one.size("pp") for one in found) == 128
+    kept = replace(space, schedules=())
+    plan = Plan(pipeline={"schedule": "interleaved", "virtual_stages": 8})
+    asked = list(candidates(256, 8, 512, 126, plan, kept))
+    assert (16, 8) in {(one.size("pp"), one.chunks) for one in asked}
+
+
 def test_the_schedule_of_the_plan_is_kept() -> None:
     """With the stages on each rank that it has without asking, and with any number of micro-batches it takes."""
 
