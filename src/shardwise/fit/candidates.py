@@ -30,8 +30,7 @@ def _using(*tiers: Tier) -> tuple[str, ...]:
 ON_DEVICE, ON_HOST = _using("device"), _using("device", "host")
 SPLITTING = ("pp", "ep", "sp", "tp")
 """Axes along which ranks compute different things, from outside inwards."""
-MOST_STAGES, MOST_EXPERT_RANKS = 128, 64
-"""Along `pp` and along `ep`."""
+MOST_STAGES = 64
 MOST_ROWS = 2**30
 """Samples of a step; larger numbers are mistakes."""
 SCHEDULE = Pipeline().schedule
@@ -289,7 +288,7 @@ def _meshes(
     for pp in _sizes("pp", world_size, min(num_blocks, MOST_STAGES), space):
         for tp in _sizes("tp", world_size // pp, ranks_per_node, space):
             for sp in _sizes("sp", world_size // (pp * tp), ranks_per_node // tp or 1, space):
-                for ep in _sizes("ep", world_size // (pp * tp * sp), MOST_EXPERT_RANKS, space):
+                for ep in _sizes("ep", world_size // (pp * tp * sp), MOST_STAGES, space):
                     sizes = arranged(
                         preset, wires, world_size, ranks_per_node, {"pp": pp, "ep": ep, "sp": sp, "tp": tp}
                     )
