@@ -410,6 +410,14 @@ def test_what_cannot_be_divided_is_refused() -> None:
         found(Blocks(num_rows=32), 16, space=Space(axes=(), rows=(3, 5)))
 
 
+def test_a_plan_may_ask_for_as_many_stages_as_a_published_run_has() -> None:
+    """Llama 3 405B has 126 blocks in 128 stages on 16 ranks, of which the first and the last have no block."""
+    plan = Plan(pipeline={"schedule": "interleaved", "virtual_stages": 8})
+    space = Space(presets=("zero1",), axes=("pp",), activations=("keep",), schedules=(), rows=(1,))
+    asked = list(candidates(256, 8, 512, 126, plan, space))
+    assert (16, 8) in {(one.size("pp"), one.chunks) for one in asked}
+
+
 def test_the_schedule_of_the_plan_is_kept() -> None:
     """With the stages on each rank that it has without asking, and with any number of micro-batches it takes."""
 

@@ -102,10 +102,12 @@ class FewStages:
     _sources: dict[int, int] = field(default_factory=dict)
     """By stage that was not rehearsed: the one that has done the same."""
     _are_alike: dict[tuple[int, int], bool] = field(default_factory=dict)
+    _carries: bool = False
+    """Whether results of earlier stages are carried past others."""
 
     def rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
         """As `StageRehearsal.rehearse`, of the rank that has the stage."""
-        self._arrived[stage] = arrived
+        self._arrived[stage], self._carries = arrived, known is not None
         source = self._source_of(stage) if known is None else None
         if source is None:
             return self._rehearse(stage, arrived, known)
@@ -137,7 +139,9 @@ class FewStages:
 
     @property
     def hands_over_the_same(self) -> bool:
-        """Whether all stages have been given the same."""
+        """Whether all stages have been given the same, and have read nothing of others than the one before."""
+        if self._carries:
+            return False
         arrived = [self._arrived[stage] for stage in range(1, self.layout.num_stages)]
         return all(one == arrived[0] for one in arrived)
 
