@@ -720,7 +720,7 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
         "--set",
         "preset=zero2",
         "--set",
-        "pipeline.schedule=zb-h1",
+        "pipeline={schedule: zb-h1, stages: [[wte], [h.0, h.1, h.2, head]]}",  # the first has whole backwards
     )
     assert "\nbefore backward_weights " in halved["program"]
     assert halved["peak_at"]

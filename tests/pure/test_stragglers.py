@@ -294,11 +294,11 @@ def test_without_another_rank_of_the_stage_it_may_be_either() -> None:
 def test_a_schedule_takes_as_long_as_by_its_own_clock(name: str) -> None:
     schedule = schedule_for(name, 4, 8, SCHEDULES[name].usual_chunks)
     mesh = Mesh(("pp", "dp"), (4, 2))
-    kinds = Counter(op.kind for op in schedule.rows[0])
+    kinds = [Counter(op.kind for op in schedule.rows[rank // 2]) for rank in range(8)]
     spent = {
-        "forward h.*": UNIT_COSTS["F"] * kinds["F"],
-        "backward h.*": UNIT_COSTS["B"] * kinds["B"] + UNIT_COSTS["I"] * kinds["I"],
-        "weights h.*": UNIT_COSTS["W"] * kinds["W"],
+        "forward h.*": [UNIT_COSTS["F"] * of_rank["F"] for of_rank in kinds],
+        "backward h.*": [UNIT_COSTS["B"] * of_rank["B"] + UNIT_COSTS["I"] * of_rank["I"] for of_rank in kinds],
+        "weights h.*": [UNIT_COSTS["W"] * of_rank["W"] for of_rank in kinds],
     }
     work = {place: np.full((3, 8), seconds) for place, seconds in spent.items()}
     replayed = Replay(scripts_of(schedule, mesh), mesh).seconds(work, {})

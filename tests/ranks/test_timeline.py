@@ -85,7 +85,7 @@ def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> N
         done = [event["name"] for event in own if event["ph"] == "e" and not event["name"].startswith("wait")]
         assert done == row
         waited = {event["name"].removeprefix("wait ") for event in own if event["name"].startswith("wait")}
-        assert waited == {op for op in row if op[0] == "IF"[number]}
+        assert waited == {op for op in row if op[0] == "BF"[number]}
 
 
 def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
