@@ -261,10 +261,7 @@ def _subject(
                 smaller, model, args.batch, plan, mesh, converted, args.optimizer, hardware=hardware
             )
             subject = replace(subject, smaller=found, smaller_times=words, smaller_seconds=seconds)
-    given = args.expert_load
-    if given is not None and not 1 <= given < math.inf:
-        raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
-    load = model_file.EXPERT_LOAD if given is None else given
+    load = model_file.expert_load_of(args.expert_load)
     if hardware is not None:  # before the model is split
         clocks = (hardware,) if args.hardware is not None else (model_file.clock_here(), hardware)
         stages += model_file.stage_times(model, args.batch, plan, mesh, converted, clocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ from shardwise.fit.smaller_meshes import PlainModel, in_words, joined
 from shardwise.fit.stage_balance import stage_balance
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
-from shardwise.parallel.experts import expert_split
+from shardwise.parallel.experts import EXPERT_LOAD, expert_split
 from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
 from shardwise.parallel.pipeline import stage_layout
 from shardwise.plan import Budget, Plan
@@ -201,6 +202,14 @@ def activations_of(
     counted = count_alike(model, batch, plan, mesh, expert_load=expert_load, converted=converted, on_cpu=on_cpu)
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
     return Foreseen(counted[pp_rank], tuple(programs))
+
+
+def expert_load_of(given: float | None) -> float:
+    """Which multiple of an even share of the tokens a rank's experts compute: what `--expert-load` says, or the usual
+    one. Raises `ConfigError` for less than an even share."""
+    if given is not None and not 1 <= given < math.inf:
+        raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
+    return EXPERT_LOAD if given is None else given
 
 
 def clock_here() -> OperatorClock:
