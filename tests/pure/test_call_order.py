@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from shardwise.parallel.pipeline import sequence_of
 from shardwise.parallel.pipeline.call_order import in_order_of_calls
@@ -62,6 +62,15 @@ class Recomputed(Parts):
         return self.head(hidden)
 
 
+class PassedOn(Parts):
+    """What it passes on runs after what it calls for the other arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint_sequential(self.down, 2, self.tokens(x), use_reentrant=False)
+        hidden = checkpoint_sequential(self.up, 2, self.middle(hidden), use_reentrant=False)
+        return self.head(checkpoint(self.norm, hidden, use_reentrant=False))
+
+
 class Branching(Parts):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.tokens(x)
@@ -106,6 +115,7 @@ ORDER = ["tokens", "unused", "down", "middle", "up", "norm", "head"]
         (InOneExpression, ORDER),
         (ThroughSuper, ORDER),
         (Recomputed, ORDER),
+        (PassedOn, ORDER),
         (Branching, ORDER),
         (Rescaled, ORDER),
         (PreNorm, ["tokens", "unused", "norm", "down", "middle", "up", "head"]),

@@ -253,6 +253,7 @@ def test_the_seams_have_what_they_import() -> None:
     freed = [torch.ones(1).untyped_storage().resize_(0) for _ in range(2)]
     assert torch_private.storage_id(freed[0]) != torch_private.storage_id(freed[1])
     assert torch_private.parsed_to("cpu", torch.float64)[:2] == (torch.device("cpu"), torch.float64)
+    torch_private.forget_cached_parametrizations()
     assert {"grad", "data", "requires_grad"} <= torch_private.TENSOR_ATTRIBUTES.keys()
     torch_private.set_version(TENSOR, TENSOR._version + 1)
     alias = torch_private.with_same_version(TENSOR)

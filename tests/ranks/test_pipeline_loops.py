@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from pipelined import batches, rows_of, unsplit
 from test_pipeline_transformers import build, padded
 from torch import nn
+from torch.autograd.forward_ad import dual_level, make_dual
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from twins import Run, adamw, assert_alike, work_on_ranks
 
 import shardwise as sw
@@ -728,6 +731,36 @@ def test_tensors_that_need_a_gradient_are_refused() -> None:
         engine(torch.ones(x.shape, requires_grad=True), y)
 
     with pytest.raises((StateError, FaultError), match="was called with a tensor that needs a gradient"):
+        in_stages(use)
+
+
+def test_parametrized_weights_that_a_loop_caches() -> None:
+    """A rehearsal before the first call computes them without values, and parts of a call have backwards of their
+    own."""
+    model, data = Decoder(num_blocks=2), batches(NUM_STEPS, 8)
+    for block in model.blocks:
+        weight_norm(block.up)
+    weight_norm(model.head)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        with parametrize.cached():
+            loss: Tensor = model(x, y) + model(y, x)
+        return loss
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # make_dual calls it
+def test_tensors_with_a_tangent_are_refused() -> None:
+    """What the last stage returned had none."""
+
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        x, y = batches(1, 4)[0]
+        ones = torch.ones(x.shape)
+        engine(make_dual(ones, ones), y)
+
+    with dual_level(), pytest.raises((StateError, FaultError), match="has a tangent, of forward-mode"):
         in_stages(use)
 
 

@@ -366,6 +366,21 @@ def test_what_is_computed_of_one_module_is_whole() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+def test_gradients_of_one_module_are_read_where_it_is(preset: str) -> None:
+    """Other ranks read nothing, and take the same step."""
+
+    def norms(model: nn.Module) -> list[float]:
+        return [param.grad.norm().item() for param in model.head.parameters() if param.grad is not None]
+
+    torch.manual_seed(0)
+    plain = Decoder()
+    plain(*batches(1, 8)[0]).backward()
+    first, second = in_stages(preset, lambda model, _: norms(model))
+    assert first == []
+    assert second == pytest.approx(norms(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_penalties_train_all_stages(preset: str) -> None:
     """Sums as they are, with roots of single terms, added in place and scaled."""
 
@@ -488,6 +503,43 @@ def test_copies_that_are_paired_by_name_are_right() -> None:
     for of_stage in run_ranks(2, rank):
         found |= of_stage
     torch.testing.assert_close(found, train(plain, copy.deepcopy(plain), adamw(plain)), rtol=1e-4, atol=1e-5)
+
+
+def test_pairs_of_modules_on_different_stages_are_warned_of_and_right_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As those of a momentum encoder beside what it follows: `zip` ends where one of them has none here."""
+    torch.manual_seed(0)
+    plain = Decoder()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    names = [name for name, _ in plain.blocks[0].named_parameters()]
+
+    def said() -> list[str]:
+        return [text for record in caplog.records if "goes through the parameters" in (text := record.getMessage())]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        with sw.shard(model, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=adamw(model), world=world) as engine:
+            assert sum(1 for _ in model.parameters()) < len(list(plain.parameters()))
+            model.requires_grad_(True)
+            assert not said()
+            world.barrier()
+            for param, other in zip(model.blocks[0].parameters(), model.blocks[2].parameters(), strict=False):
+                other.data.lerp_(param.data, 0.1)
+            for name in names:
+                follower = f"blocks.2.{name}"
+                engine.set(follower, engine.get(follower).lerp(engine.get(f"blocks.0.{name}"), 0.1))
+            return engine.state_dict()
+
+    states = run_ranks(2, rank)
+    assert len(said()) == 2
+    assert all("of blocks." in text and "engine.set(name, value)" in text for text in said())
+    with torch.no_grad():
+        for param, other in zip(plain.blocks[0].parameters(), plain.blocks[2].parameters(), strict=True):
+            other.lerp_(param, 0.1)
+    for state in states:
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value)
 
 
 def test_a_copy_that_computes_is_averaged_from_the_whole_state() -> None:

@@ -15,6 +15,7 @@ from fake_devices import Devices
 from safetensors.torch import save_file
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.nn import functional
 from twins import Run, assert_alike, chunked, plain_run, ranks_run, work_on_ranks
 
@@ -779,7 +780,8 @@ def test_hooks_collect_what_forwards_return_and_not_what_the_check_of_a_plan_doe
     run_ranks(2, rank)
 
 
-def test_a_jacobian_is_computed_output_by_output_and_refused_at_once() -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # make_dual calls it
+def test_derivatives_are_computed_output_by_output_and_others_refused() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
 
@@ -791,10 +793,17 @@ def test_a_jacobian_is_computed_output_by_output_and_refused_at_once() -> None:
         with pytest.raises(RuntimeError, match="Batching rule") as raised:
             torch.autograd.grad(engine(x).sum(0), x, torch.eye(2), is_grads_batched=True)
         assert "Call torch.autograd.grad for each output" in "".join(raised.value.__notes__)
+        with pytest.raises(NotImplementedError, match="jvp") as raised:
+            engine(make_dual(x.detach(), torch.ones(x.shape)))
+        assert "functional.jvp(..., create_graph=True) computes the same" in "".join(raised.value.__notes__)
+        _, tangent = torch.autograd.functional.jvp(engine, x.detach(), torch.ones(x.shape))
+        torch.testing.assert_close(tangent.sum(0), rows(model).sum(-1).sum(-1))
         return rows(engine)
 
     x = torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
     model = seeded(build)
     plan = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}}
-    for found in work_on_ranks(2, work, plan, lambda: seeded(build)):
+    with dual_level():  # of all threads
+        results = work_on_ranks(2, work, plan, lambda: seeded(build))
+    for found in results:
         torch.testing.assert_close(found, rows(model))

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -61,6 +62,7 @@ __all__ = [
     "computes_without_values",
     "dispatch_modes",
     "fake_tensor",
+    "forget_cached_parametrizations",
     "graph_task",
     "has_own_memory",
     "is_checkpointing",
@@ -187,6 +189,13 @@ def num_tensors_on(storage: torch.UntypedStorage) -> int:
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` is under way. Torch has no public way to ask."""
     return peek_interpreter_stack() is not None
+
+
+def forget_cached_parametrizations() -> None:
+    """Let parametrized tensors that `parametrize.cached()` of a caller has kept be computed again: those of a rehearsal
+    have no values, and are kept by `id` of the module, which another one has when the rehearsal's is gone; and one that
+    two forwards share would have its graph freed by the first of their backwards."""
+    parametrize._cache.clear()
 
 
 def computes_without_values() -> bool:

@@ -105,7 +105,9 @@ class _Reader:
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in _ASKING:
                 return
-            children = [*node.args, *(one.value for one in node.keywords)]
+            given: list[ast.expr] = [*node.args, *(one.value for one in node.keywords)]
+            given.sort(key=lambda one: self._module_at(one, me) is not None)  # what is passed on runs last
+            children = [*given]
         elif isinstance(node, ast.Attribute | ast.Subscript):
             found = self._module_at(node, me) or self._owner_of_method(node, me)
             if found:

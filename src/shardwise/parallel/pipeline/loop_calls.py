@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 
 from shardwise.comm import Line
 from shardwise.errors import StateError
@@ -170,6 +171,11 @@ class LoopCalls:
             raise StateError(
                 "The model was called with a tensor that needs a gradient. Pipeline stages send none back to what the "
                 "model is called with: let the model compute it, or call with tensor.detach()."
+            )
+        if any(unpack_dual(one).tangent is not None for one in tensors_in((whole.args, whole.kwargs))):
+            raise StateError(
+                "The model was called with a tensor that has a tangent, of forward-mode differentiation. Pipeline "
+                "stages pass on none: leave pp out of the mesh."
             )
         pipeline.check_same_batch([whole])
         parts, rows = self._parts_of(whole, called)

@@ -29,7 +29,7 @@ from shardwise.runtime.dropped_layers import refuse_dropped_layers
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, side_inputs
 from shardwise.system.checksum import crc32
 from shardwise.system.telemetry import STAGES, Timeline
-from shardwise.system.torch_private import DisableTorchFunctionSubclass
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, forget_cached_parametrizations
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.survey import Surveyor
@@ -467,6 +467,7 @@ class Pipeline:
             ),
             _NOTHING if self.views is None or not is_new else self.views.compared(called, pieces),
         ):
+            forget_cached_parametrizations()  # each forward here has a backward of its own
             outputs = forward()
             if is_new:
                 self.staged.require_own(outputs)

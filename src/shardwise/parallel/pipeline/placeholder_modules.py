@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from inspect import getattr_static
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -17,6 +19,9 @@ from shardwise.parallel.pipeline.placeholder_values import TensorFacts
 from shardwise.system.own_hooks import is_own
 
 Tensor = torch.Tensor
+_LIBRARIES = frozenset(
+    {"torch", "shardwise", "transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "diffusers"}
+)
 
 
 class ElsewhereError(ModelError, AttributeError):
@@ -37,6 +42,10 @@ class Owner(Protocol):
 
     def stand_in_for(self, facts: TensorFacts) -> Tensor:
         """A stand-in for a parameter or buffer of another stage."""
+        ...
+
+    def note_asked(self) -> None:
+        """Code goes through parameters outside of a forward, and this module has none."""
         ...
 
     def is_set_in_forward(self, kind: type[nn.Module], name: str) -> bool:
@@ -77,6 +86,7 @@ class PlaceholderModule(nn.Module):
             for key, one, is_param in own
             if one is not None and one not in kept
         }
+        self._lacks_params = any(param not in kept for param in original.parameters())
         self.__dict__["_inner"] = {
             key: child if f"{name}.{key}" in guests else _Inner(f"{name}.{key}", number, child, owner, kept, guests)
             for key, child in original._modules.items()
@@ -128,6 +138,8 @@ class PlaceholderModule(nn.Module):
     def _stand_ins(self) -> dict[str, Any]:
         """Those for parameters, while a forward runs."""
         if not self._is_in_forward():
+            if self._lacks_params:
+                self._owner.note_asked()
             return {}
         return {key: self._owner.stand_in_for(facts) for key, facts in self._facts.items() if facts.is_param}
 
@@ -213,6 +225,19 @@ class _InForward(dict[str, Any]):
 
     def values(self) -> Any:
         return dict(self.items()).values()
+
+
+def asked_for_parameters() -> nn.Module | None:
+    """The module whose `parameters()` or `named_parameters()` code of a loop goes through just now; `None` if that is
+    code of a library, which does the same with each module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_named_members":
+        frame = frame.f_back
+    module = None if frame is None else frame.f_locals.get("self")
+    while frame is not None and frame.f_code.co_name in ("_named_members", "parameters", "named_parameters"):
+        frame = frame.f_back
+    package = "" if frame is None else str(frame.f_globals.get("__name__")).partition(".")[0]
+    return module if isinstance(module, nn.Module) and package not in _LIBRARIES else None
 
 
 def refuse_states(module: nn.Module) -> list[RemovableHandle]:

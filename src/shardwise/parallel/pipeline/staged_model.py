@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
-from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule, refuse_states
+from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule, asked_for_parameters, refuse_states
 from shardwise.parallel.pipeline.placeholder_values import Placeholders, TensorFacts
 from shardwise.parallel.pipeline.stage_layout import Span, StageLayout, params_between, refuse_sums_over_layers
 from shardwise.parallel.pipeline.stage_messages import (
@@ -46,6 +47,7 @@ from shardwise.runtime import EndOfForward, tensors_in
 from shardwise.system.own_hooks import hook
 
 Tensor = torch.Tensor
+_log = logging.getLogger("shardwise")
 Forward = Callable[..., Any]
 Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 _CALL = "_compiled_call_impl"
@@ -196,6 +198,7 @@ class StagedModel:
         *,
         keeps_others: bool = False,
     ) -> None:
+        self._tells_of_parts = False
         self.model = model
         self._keeps_others = keeps_others
         self._sequence_parts = dict(sequence_parts or {})
@@ -248,6 +251,7 @@ class StagedModel:
         self._first_here: dict[nn.Module, int] = {}
         self._handles: list[RemovableHandle] = []
         self._forwards = [one.forward for one in self.wholes]
+        self._tells_of_parts = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StagedModel:
         """For a rehearsal, which puts no other stages back: to copy the parameters that wait for that in an elastic
@@ -660,6 +664,24 @@ class StagedModel:
         if now.arrived is not None:
             args, kwargs = now.arrived.within(args, kwargs) or (args, kwargs)
         raise EndOfForward(_handed_over(now, name, args, kwargs))
+
+    def note_asked(self) -> None:
+        """Say once if a loop goes through the parameters of a module of which this rank has not all: `zip` would pair
+        those of a second one with others, or with none, and no operation shows that."""
+        if not self._tells_of_parts:
+            return
+        asked = asked_for_parameters()
+        if asked is None or asked in self.wholes:
+            return
+        for name, module in self.model.named_modules():
+            if module is asked:
+                self._tells_of_parts = False
+                _log.warning(
+                    "A loop goes through the parameters of %s, of which this rank has those of its pipeline stages "
+                    "alone. What is done with each of them is right. Pairs with those of another module, as by zip(), "
+                    "would be others, or none: pair them by name, engine.set(name, value) and engine.get(name), called "
+                    "by all ranks.", name,
+                )  # fmt: skip
 
     def is_set_in_forward(self, kind: type[nn.Module], name: str) -> bool:
         """Whether this rank's modules of a class have set an attribute to a tensor, such as an auxiliary loss."""

@@ -66,6 +66,11 @@ def apply(function: Any, *args: object) -> Tensor:
                 "functional.jacobian(..., vectorize=True)) cannot be sums over ranks of tp. Call torch.autograd.grad "
                 "for each output, or leave that argument out."
             )
+        if "jvp function" in str(error):
+            error.add_note(
+                "Tangents of forward-mode differentiation are not summed over ranks of tp. "
+                "torch.autograd.functional.jvp(..., create_graph=True) computes the same by backwards."
+            )
         raise
     return made
 

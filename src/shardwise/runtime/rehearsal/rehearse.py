@@ -43,7 +43,7 @@ from shardwise.runtime.rehearsal.refusal import WITHOUT_BATCH, refusal
 from shardwise.runtime.rehearsal.twin import Twin, TwinFlat, TwinGradients
 from shardwise.runtime.split_backward import Halves
 from shardwise.system.telemetry import Ledger
-from shardwise.system.torch_private import tree_leaves, tree_map_only
+from shardwise.system.torch_private import forget_cached_parametrizations, tree_leaves, tree_map_only
 
 _rehearses = ContextVar("rehearses", default=False)
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not _rehearses.get())
@@ -299,8 +299,11 @@ def _fake() -> FakeMode:
 @contextmanager
 def _computing_nothing(mode: FakeMode) -> Iterator[None]:
     """A context without bytes or arithmetic."""
-    with mode, torch.enable_grad(), _unlogged():
-        yield
+    try:
+        with mode, torch.enable_grad(), _unlogged():
+            yield
+    finally:
+        forget_cached_parametrizations()
 
 
 def _copies(
