@@ -62,6 +62,14 @@ class Bench:
         out, err = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def end(self, number: signal.Signals, *arguments: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        """Start this many ranks, and send the launcher a signal once all are ready."""
+        process = self.start("--nproc", str(num_ranks), *arguments)
+        self.wait_for(*(f"pid{rank}" for rank in range(num_ranks)))
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
     def wait_for(self, *names: str) -> None:
         """Until the ranks have left these files, as signs that they got that far."""
         wait_until(lambda: all((self.path / name).exists() for name in names), f"no sign of {names}")
@@ -117,6 +125,9 @@ READY = """
         draft = pathlib.Path(f"draft{rank}")
         draft.write_text(str(os.getpid()))
         draft.rename(f"pid{rank}")
+    def await_ready(*others):
+        while not all(pathlib.Path(f"pid{other}").exists() for other in others):
+            time.sleep(0.001)
 """
 
 
@@ -257,8 +268,7 @@ class TestFailure:
         atexit.register(ready)
         step()
     ready()
-    while not pathlib.Path("pid2").exists():
-        time.sleep(0.01)
+    await_ready(2)
     step()
     """,
         )
@@ -308,8 +318,7 @@ class TestFailure:
     if rank == "0":
         atexit.register(time.sleep, 2)
         ready()
-    while not pathlib.Path("pid0").exists():
-        time.sleep(0.01)
+    await_ready(0)
     time.sleep(0.2 * (rank == "1"))
     sys.exit(3)
     """,
@@ -365,8 +374,7 @@ class TestFailure:
             READY
             + """
     ready()
-    while not all(pathlib.Path(f"pid{number}").exists() for number in (0, 1)):
-        time.sleep(0.001)
+    await_ready(0, 1)
     raise ValueError('no data')
     """,
         )
@@ -511,14 +519,11 @@ class TestSignals:
     def test_ranks_end_by_themselves(self, bench: Bench, number: signal.Signals, status: int, leave: str) -> None:
         passed = signal.SIGTERM if number is signal.SIGHUP else number
         bench.write("train.py", SAVES + f"\n    {leave}")
-        launcher = bench.start("--nproc", "2", "train.py")
-        bench.wait_for("pid0", "pid1")
-        launcher.send_signal(number)
-        out, err = launcher.communicate(timeout=PATIENCE)
-        assert launcher.returncode == status
-        assert out == f"saved after {passed.name}\n" * 2
-        assert f"ended by {number.name}; 2 of 2 ranks ended by themselves." in err
-        assert "Traceback" not in err
+        done = bench.end(number, "train.py", num_ranks=2)
+        assert done.returncode == status
+        assert done.stdout == f"saved after {passed.name}\n" * 2
+        assert f"ended by {number.name}; 2 of 2 ranks ended by themselves." in done.stderr
+        assert "Traceback" not in done.stderr
 
     @soak("0.3 s in which nothing may happen")
     def test_what_a_shell_ignores_for_it(self, bench: Bench) -> None:
@@ -536,12 +541,9 @@ class TestSignals:
 
     def test_ranks_that_know_nothing_of_signals_end_too(self, bench: Bench) -> None:
         bench.write("train.py", READY + "\n    ready()\n    signal.pause()")
-        launcher = bench.start("--nproc", "2", "train.py")
-        bench.wait_for("pid0", "pid1")
-        launcher.send_signal(signal.SIGINT)
-        _, err = launcher.communicate(timeout=PATIENCE)
-        assert launcher.returncode == 130
-        assert "Traceback" not in err
+        done = bench.end(signal.SIGINT, "train.py", num_ranks=2)
+        assert done.returncode == 130
+        assert "Traceback" not in done.stderr
 
     @soak("0.5 s in which nothing may happen")
     def test_a_signal_arrives_once(self, bench: Bench) -> None:
@@ -558,11 +560,8 @@ class TestSignals:
     print(len(seen))
     """,
         )
-        launcher = bench.start("train.py")
-        bench.wait_for("pid0")
-        launcher.send_signal(signal.SIGTERM)
-        out, _ = launcher.communicate(timeout=PATIENCE)
-        assert (launcher.returncode, out) == (143, "1\n")
+        done = bench.end(signal.SIGTERM, "train.py")
+        assert (done.returncode, done.stdout) == (143, "1\n")
 
     @soak("0.3 s in which nothing may happen")
     def test_second_signal_kills_at_once(self, bench: Bench) -> None:
@@ -588,21 +587,15 @@ class TestSignals:
             "train.py",
             READY + "\n    signal.signal(15, lambda *_: None)\n    ready()\n    while True: signal.pause()",
         )
-        launcher = bench.start("--timeout", "0.3", "train.py")
-        bench.wait_for("pid0")
-        launcher.send_signal(signal.SIGTERM)
-        _, err = launcher.communicate(timeout=PATIENCE)
-        assert launcher.returncode == 143
-        assert "1 had to be killed" in err
+        done = bench.end(signal.SIGTERM, "--timeout", "0.3", "train.py")
+        assert done.returncode == 143
+        assert "1 had to be killed" in done.stderr
 
     def test_a_failure_to_save_is_reported(self, bench: Bench) -> None:
         bench.write("train.py", SAVES + "\n    raise OSError('disk full')")
-        launcher = bench.start("train.py")
-        bench.wait_for("pid0")
-        launcher.send_signal(signal.SIGTERM)
-        _, err = launcher.communicate(timeout=PATIENCE)
-        assert launcher.returncode == 1
-        assert "rank 0 of 1 failed first, with exit code 1: it raised OSError: disk full." in err
+        done = bench.end(signal.SIGTERM, "train.py")
+        assert done.returncode == 1
+        assert "rank 0 of 1 failed first, with exit code 1: it raised OSError: disk full." in done.stderr
 
     def test_no_orphans_when_the_launcher_is_killed(self, bench: Bench) -> None:
         bench.write("train.py", READY + "\n    ready()\n    signal.pause()")

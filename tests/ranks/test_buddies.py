@@ -53,6 +53,12 @@ class HostDiesAt:
         self.deaths, self.behind, self.as_host = deaths, behind or {}, as_host
         self.num_alone: list[int] = []
 
+    @classmethod
+    def drawn(cls, draw: random.Random) -> tuple[HostDiesAt, str]:
+        """Any host at any time; and which ranks are on one."""
+        hosts = HOSTS["1 2 1" if draw.random() < 0.3 else "2 2"]
+        return cls({draw.randrange(NUM_RANKS): draw.randrange(3, 70)}), hosts
+
     def __call__(self, engine: sw.Engine, member: int) -> None:
         left, left_behind = [self.deaths.get(member, -1)], [self.behind.get(member, -1)]
         membership = engine.world.membership
@@ -109,10 +115,8 @@ def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_pat
     for seed in range(drawn(1, 3)):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        draw = random.Random(f"{name} {loop} {shares_memory} {seed}")
-        hosts = HOSTS["1 2 1" if draw.random() < 0.3 else "2 2"]
-        deaths = HostDiesAt({draw.randrange(NUM_RANKS): draw.randrange(3, 70)})
-        race(PLANS[name], deaths, folder, loop=loop, shares_memory=shares_memory, hosts=hosts)
+        dies, hosts = HostDiesAt.drawn(random.Random(f"{name} {loop} {shares_memory} {seed}"))
+        race(PLANS[name], dies, folder, loop=loop, shares_memory=shares_memory, hosts=hosts)
 
 
 SENT = [

@@ -11,7 +11,7 @@ import split_models
 import torch
 from torch import nn
 from twins import adamw, assert_same, batches, rounded_by, sharded_run, train_steps, work_on_ranks
-from wires import assert_same_but_for_flips, assert_trains_like, is_coded, learnt, resuming, saving_to, twin_run
+from wires import assert_same_but_for_flips, assert_trains_like, is_coded, learnt, race, resuming, saving_to, twin_run
 
 import shardwise as sw
 from shardwise.errors import PlacementError
@@ -68,10 +68,8 @@ def test_trains_like_a_twin_that_rounds_every_tensor(
     preset: str, num_ranks: int, mesh: Any, wire: dict[str, Any], model: Transformer, *, shares_memory: bool
 ) -> None:
     """And sends and holds what its program says."""
-
     data = batches(3, rows=20 if num_ranks == 5 else ROWS)
-    twin = twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1)
-    assert_trains_like(twin, model, data, preset, num_ranks, mesh, shares_memory=shares_memory, wire=wire)
+    race(model, data, preset, num_ranks, mesh, wire, shares_memory=shares_memory)
 
 
 def accumulating(engine: sw.Engine, _: torch.optim.Optimizer | None, batch: Any) -> Tensor:

@@ -15,6 +15,7 @@ import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
+from tests.ranks.twins import normal_batches
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -34,9 +35,8 @@ def model() -> nn.Module:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    numbers = torch.Generator().manual_seed(1)
     rows = RANKS * ROWS
-    return [(torch.randn(rows, 6, generator=numbers), torch.randn(rows, 4, generator=numbers)) for _ in range(4)]
+    return normal_batches(4, (rows, 6), (rows, 4))
 
 
 def plain(lasts: tuple[int, ...], divisor: int = GAS) -> Tensor:

@@ -20,6 +20,7 @@ from shardwise.integrations.deepspeed.moe import (
     is_moe_param_group,
 )
 from shardwise.testing import run_ranks
+from tests.ranks.twins import normal_batches
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -68,11 +69,7 @@ def build(ep_size: int, settings: dict[str, Any]) -> Model:
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(RANKS, 2, TOKENS, WIDTH, generator=draw), torch.randn(RANKS, 2, TOKENS, generator=draw))
-        for _ in range(STEPS)
-    ]
+    return normal_batches(STEPS, (RANKS, 2, TOKENS, WIDTH), (RANKS, 2, TOKENS))
 
 
 def alone(model: Model) -> tuple[list[float], list[float]]:

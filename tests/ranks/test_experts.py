@@ -393,8 +393,7 @@ class SplitMixture(nn.Module):
 )
 def test_beside_split_sequences(preset: str, mesh: dict[str, int]) -> None:
     model, data = SplitMixture(), sequences.batches(3)
-    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, grads_of=None)
-    assert_alike(run, sequences.whole_run(model, data, loss_of=own_loss))
+    sequences.assert_trains_as_whole(model, data, preset, mesh, loss_of=own_loss, grads_of=None)
 
 
 def own_loss(called: Any, batch: sequences.Batch) -> Tensor:
@@ -412,8 +411,7 @@ ATTENTION = {**TENSOR, "plan": {name: rule for name, rule in TENSOR["plan"].item
 )
 def test_beside_split_sequences_and_split_attention(preset: str, mesh: dict[str, int]) -> None:
     model, data = SplitMixture(has_cut_blocks=True), sequences.batches(2)
-    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, grads_of=None, tensor=ATTENTION)
-    assert_alike(run, sequences.whole_run(model, data, loss_of=own_loss))
+    sequences.assert_trains_as_whole(model, data, preset, mesh, loss_of=own_loss, grads_of=None, tensor=ATTENTION)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -11,14 +11,12 @@ from twins import (
     assert_rounds_like_the_plain_model,
     assert_same,
     batches,
-    ledger_of_a_step,
     plain_run,
+    sent_and_held,
     sharded_run,
     three_micro_batches,
 )
 
-import shardwise as sw
-from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
 
@@ -55,11 +53,6 @@ def twin(model: Transformer) -> Run:
     return plain_run(model, batches(NUM_STEPS, rows=12), clip=CLIP)
 
 
-def held(engine: sw.Engine) -> dict[str, Any]:
-    ledger, planned = ledger_of_a_step(engine), inside.program(engine)
-    return {"report": engine.memory(), "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes())}
-
-
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh", "rows"), CASES, ids=IDS)
 def test_trains_like_the_plain_model_and_holds_what_was_promised(
@@ -67,7 +60,15 @@ def test_trains_like_the_plain_model_and_holds_what_was_promised(
 ) -> None:
     data = batches(NUM_STEPS, rows=12)
     run = sharded_run(
-        model, data, preset, num_ranks, mesh, after=held, shares_memory=shares_memory, clip_grad_norm=CLIP, rows=rows
+        model,
+        data,
+        preset,
+        num_ranks,
+        mesh,
+        after=sent_and_held,
+        shares_memory=shares_memory,
+        clip_grad_norm=CLIP,
+        rows=rows,
     )
     assert_same(run, twin)
     sent, promised = run.extra["sent"]

@@ -87,6 +87,12 @@ class DiesAtNth:
         plant(counted, engine.world)
 
 
+def lose_rank_1(name: str, dies: Any, folder: Path) -> None:
+    void = race(DISKS[name], dies, folder, shares_memory=False)
+    assert dies.died
+    assert set(void) == {0, 2, 3}
+
+
 @thorough_only("test_a_rank_dies_before_each_action has the same, at fixed points")
 @sampled
 @pytest.mark.parametrize("loop", LOOPS)
@@ -94,12 +100,9 @@ class DiesAtNth:
 def test_a_rank_dies_anywhere_with_rows_on_a_disk(name: str, loop: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 4)):
         draw = random.Random(f"{name} {loop} {seed}")
-        deaths = {draw.randrange(NUM_RANKS): draw.randrange(3, 60)}
-        if draw.random() < 0.4:
-            deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
-        folder = tmp_path / str(seed)
+        dies, folder = DiesAt.drawn(draw), tmp_path / str(seed)
         folder.mkdir()
-        race(DISKS[name], DiesAt(deaths), folder, loop=loop, shares_memory=draw.random() < 0.5)
+        race(DISKS[name], dies, folder, loop=loop, shares_memory=draw.random() < 0.5)
 
 
 @sampled
@@ -108,10 +111,7 @@ def test_a_rank_dies_anywhere_with_rows_on_a_disk(name: str, loop: str, tmp_path
 def test_a_rank_dies_before_each_action(name: str, nth: int, tmp_path: Path) -> None:
     """In a step, which has up to 48, and in its commit. In the update of some units, others have been written to their
     second file, and go back to the first."""
-    dies = DiesAtNth(nth)
-    void = race(DISKS[name], dies, tmp_path, shares_memory=False)
-    assert dies.died
-    assert set(void) == {0, 2, 3}
+    lose_rank_1(name, DiesAtNth(nth), tmp_path)
 
 
 @thorough_only("test_lost_ranks_table.py has it without a disk")
@@ -120,10 +120,7 @@ def test_a_rank_dies_before_each_action(name: str, nth: int, tmp_path: Path) -> 
 def test_a_rank_dies_while_what_it_has_in_memory_is_copied(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dies = DiesCopying(monkeypatch)
-    void = race(DISKS[name], dies, tmp_path, shares_memory=False)
-    assert dies.died
-    assert set(void) == {0, 2, 3}
+    lose_rank_1(name, DiesCopying(monkeypatch), tmp_path)
 
 
 @sampled
@@ -131,12 +128,10 @@ def test_a_rank_dies_while_what_it_has_in_memory_is_copied(
 @pytest.mark.parametrize("name", DISKS)
 def test_a_host_dies_anywhere_with_its_disk(name: str, loop: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 3)):
-        draw = random.Random(f"{name} {loop} {seed}")
         folder = tmp_path / str(seed)
         folder.mkdir()
-        hosts = HOSTS["1 2 1" if draw.random() < 0.3 else "2 2"]
-        deaths = HostDiesAt({draw.randrange(NUM_RANKS): draw.randrange(3, 70)})
-        race(DISKS[name], deaths, folder, loop=loop, hosts=hosts)
+        dies, hosts = HostDiesAt.drawn(random.Random(f"{name} {loop} {seed}"))
+        race(DISKS[name], dies, folder, loop=loop, hosts=hosts)
 
 
 @thorough_only("test_a_host_dies_anywhere_with_its_disk has one such moment")

@@ -27,7 +27,7 @@ from shardwise.testing import plant
 from tests import inside
 from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
-from tests.ranks.twins import rounded_by
+from tests.ranks.twins import normal_batches, rounded_by
 from tests.thorough import drawn, sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -88,11 +88,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(ROWS, 16, generator=generator), torch.randn(ROWS, 8, generator=generator))
-        for _ in range(NUM_STEPS)
-    ]
+    return normal_batches(NUM_STEPS, (ROWS, 16), (ROWS, 8), seed=0)
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -104,6 +100,14 @@ class DiesAt:
 
     def __init__(self, deaths: dict[int, int]) -> None:
         self.deaths = deaths
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> DiesAt:
+        """One rank dies at any time, or two do."""
+        deaths = {draw.randrange(NUM_RANKS): draw.randrange(3, 60)}
+        if draw.random() < 0.4:
+            deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
+        return cls(deaths)
 
     def __call__(self, engine: sw.Engine, member: int) -> None:
         if member not in self.deaths:
@@ -290,11 +294,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
 def test_a_rank_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
     for seed in range(drawn(1, 2)):
-        draw = random.Random(f"{name} {loop} {shares_memory} {seed}")
-        deaths = {draw.randrange(NUM_RANKS): draw.randrange(3, 60)}
-        if draw.random() < 0.4:
-            deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
-        race(PLANS[name], DiesAt(deaths), tmp_path, loop=loop, shares_memory=shares_memory)
+        dies = DiesAt.drawn(random.Random(f"{name} {loop} {shares_memory} {seed}"))
+        race(PLANS[name], dies, tmp_path, loop=loop, shares_memory=shares_memory)
 
 
 def trained_with_codes(model: nn.Module, make: Make, **_: Any) -> tuple[list[float], nn.Module]:

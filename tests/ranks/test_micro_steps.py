@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from twins import PRESETS_2X2, plan_of, work_on_ranks
+from twins import PRESETS_2X2, normal_batches, plan_of, work_on_ranks
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -34,12 +34,8 @@ def model() -> nn.Module:
 
 
 def batches(num_ranks: int) -> list[Batch]:
-    numbers = torch.Generator().manual_seed(1)
     rows = 2 * num_ranks
-    return [
-        (torch.randn(rows, 6, generator=numbers), torch.randn(rows, 4, generator=numbers))
-        for _ in range(NUM_STEPS * NUM_MICRO)
-    ]
+    return normal_batches(NUM_STEPS * NUM_MICRO, (rows, 6), (rows, 4))
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:

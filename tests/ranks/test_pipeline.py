@@ -62,6 +62,13 @@ def assert_same(runs: list[Run], twin: Run, tolerance: float = 1e-5) -> None:
         assert_alike(run, twin, tolerance, of_all=False)
 
 
+def race(model: nn.Module, mesh: dict[str, int], data: list[tuple[Tensor, Tensor]], **plan: Any) -> list[Run]:
+    """In stages, with the unsplit model."""
+    runs = pipelined(model, mesh, data, **plan)
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+    return runs
+
+
 def test_a_forward_may_write_to_what_stands_in_for_other_stages() -> None:
     class InPlace(Decoder):
         def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -74,7 +81,7 @@ def test_a_forward_may_write_to_what_stands_in_for_other_stages() -> None:
 
     torch.manual_seed(0)
     model, data = InPlace(), batches(2, 8)
-    assert_same(pipelined(model, {"pp": 2}, data, preset="zero1"), unsplit(model, data, clip=CLIP))
+    race(model, {"pp": 2}, data, preset="zero1")
 
 
 def logits_or_loss(model: Decoder, hidden: Tensor, y: Tensor | None) -> Tensor:
@@ -103,8 +110,7 @@ class Sums(Decoder):
 @pytest.mark.parametrize("kind", [Skips, Sums])
 def test_results_of_other_stages_are_carried(kind: type[Decoder], schedule: str) -> None:
     model, data = kind(), batches(3, 8)
-    runs = pipelined(model, {"pp": 2}, data, preset="zero1", pipeline={"schedule": schedule})
-    assert_same(runs, unsplit(model, data, clip=CLIP))
+    race(model, {"pp": 2}, data, preset="zero1", pipeline={"schedule": schedule})
 
 
 class Recomputed(Decoder):
@@ -121,7 +127,7 @@ class Recomputed(Decoder):
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_results_of_other_stages_are_carried_through_reentrant_checkpoints(preset: str) -> None:
     model, data = Recomputed(), batches(2, 8)
-    assert_same(pipelined(model, {"pp": 2}, data, preset=preset), unsplit(model, data, clip=CLIP))
+    race(model, {"pp": 2}, data, preset=preset)
 
 
 class Twice(Decoder):
@@ -184,8 +190,7 @@ def test_a_block_that_is_called_several_times_has_all_calls_in_its_stage(
 ) -> None:
     model, data = Twice(), batches(2, 8)
     model.is_reentrant = is_reentrant
-    runs = pipelined(model, {"pp": 2}, data, preset="zero3", pipeline={"schedule": schedule})
-    assert_same(runs, unsplit(model, data, clip=CLIP))
+    race(model, {"pp": 2}, data, preset="zero3", pipeline={"schedule": schedule})
 
 
 def test_calls_of_a_block_that_cannot_be_told_apart_are_refused() -> None:
@@ -210,8 +215,7 @@ def test_a_model_may_checkpoint_its_own_blocks(reentrant: bool, schedule: str) -
     torch.manual_seed(0)
     model, data = Checkpoints(), batches(2, 8)
     plan: dict[str, Any] = {"preset": "zero1", "pipeline": {"schedule": schedule}}
-    runs = pipelined(model, {"pp": 2}, data, **plan)
-    assert_same(runs, unsplit(model, data, clip=CLIP))
+    race(model, {"pp": 2}, data, **plan)
     full = {"mesh": {"pp": 2}, "accumulate": MICRO_BATCHES, **plan}
 
     def work(engine: sw.Engine) -> int:
@@ -238,8 +242,7 @@ def test_nothing_stands_in_for_parameters_of_other_stages_that_nobody_reads(monk
 def test_two_stages_with_every_preset_inside(preset: str, schedule: str) -> None:
     model = Decoder(tied=True)
     data = batches(NUM_STEPS, 16)
-    runs = pipelined(model, {"pp": 2, "dp": 2}, data, preset=preset, pipeline={"schedule": schedule})
-    assert_same(runs, unsplit(model, data, clip=CLIP))
+    runs = race(model, {"pp": 2, "dp": 2}, data, preset=preset, pipeline={"schedule": schedule})
     for run in runs:  # from the second step on, the record of the first is followed
         assert run.each[1:] == run.each[1:2] * (NUM_STEPS - 1)
 
@@ -250,8 +253,7 @@ def test_fewer_micro_batches_than_stages(
     preset: str, count: int, schedule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, data = Decoder(tied=True, num_blocks=5), batches(NUM_STEPS, 4)
-    runs = pipelined(model, {"pp": 3}, data, preset=preset, accumulate=count, pipeline={"schedule": schedule})
-    assert_same(runs, unsplit(model, data, clip=CLIP))
+    race(model, {"pp": 3}, data, preset=preset, accumulate=count, pipeline={"schedule": schedule})
     [said] = {record.message for record in caplog.records if "pipeline ranks" in record.message}
     assert f"A step runs {count} micro-batch{'es' * (count > 1)} for 3 pipeline ranks, which wait" in said
 
@@ -261,8 +263,7 @@ def test_fewer_micro_batches_than_stages(
 def test_four_stages(schedule: str, tied: bool) -> None:
     model = Decoder(tied=tied)
     data = batches(NUM_STEPS, 8)
-    runs = pipelined(model, {"pp": 4}, data, preset="zero1", pipeline={"schedule": schedule}, shares_memory=False)
-    assert_same(runs, unsplit(model, data, clip=CLIP))
+    runs = race(model, {"pp": 4}, data, preset="zero1", pipeline={"schedule": schedule}, shares_memory=False)
     held = [set(run.extra) for run in runs]
     shared = held[0] & held[3]
     assert shared == ({"tokens.weight"} if tied else set())

@@ -11,7 +11,7 @@ from pipelined import batches
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import Run, assert_alike, plain_run, work_on_ranks
+from twins import Run, assert_alike, normal_batches, plain_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.parallel.pipeline.staged_model import _same_hooks, _Slot
@@ -62,9 +62,8 @@ def assert_equal(runs: list[Run], twin: Run, tolerance: float = 1e-5) -> None:
         assert_alike(one, twin, tolerance, of_all=False)
 
 
-def regression(num_steps: int = NUM_STEPS, width: int = 8) -> list[tuple[Tensor, Tensor]]:
-    numbers = torch.Generator().manual_seed(3)
-    return [(torch.randn(8, width, generator=numbers), torch.randn(8, 4, generator=numbers)) for _ in range(num_steps)]
+def regression(num_steps: int = NUM_STEPS) -> list[tuple[Tensor, Tensor]]:
+    return normal_batches(num_steps, (8, 8), (8, 4), seed=3)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ def lines(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in record(run).lines if line["kind"] == kind]
 
 
+def takes_time(world: sw.World) -> Callable[[float], None]:
+    """A function that lets so many seconds pass on the clock of this rank's steps."""
+    clock, passed = world.journal.clock, [0.0]
+    clock.now = lambda: time.perf_counter() + sum(passed)
+    return passed.append
+
+
 def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path) -> None:
     """One of three ranks computes longer, and one waits for its data: means, throughput, times and memory are recorded.
     A second run continues from a checkpoint, with another size and plan."""
@@ -69,14 +77,15 @@ def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path
     returned: list[float] = []
 
     def train(world: sw.World) -> None:
+        take = takes_time(world)
+
         def loss_fn(output: Tensor) -> Tensor:
-            time.sleep(0.04 * (world.rank == 2))
+            take(0.04 * (world.rank == 2))
             return loss_of(output)
 
         with engine_of(first[world.rank], world, run, preset="zero3", clip_grad_norm=1.0) as engine:
             for step in range(1, 6):
-                if world.rank == 1:
-                    time.sleep(0.02)
+                take(0.02 * (world.rank == 1))
                 loss = engine.train_step(batch(step, world.rank), loss_fn=loss_fn)
                 means = engine.log({"loss": loss, "rank": world.rank}, tokens=100, samples=4)
                 if world.rank == 0:

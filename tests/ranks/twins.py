@@ -53,6 +53,14 @@ def batches(num_steps: int, rows: int = 8, seed: int = 1, *, words: int = VOCAB,
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in draw]
 
 
+def normal_batches(num_steps: int, inputs: Sequence[int], targets: Sequence[int], seed: int = 1) -> list[Batch]:
+    """Inputs and targets of these shapes, both normally distributed."""
+    numbers = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(*inputs, generator=numbers), torch.randn(*targets, generator=numbers)) for _ in range(num_steps)
+    ]
+
+
 @dataclass
 class Run:
     """Results of a training run: losses and norms of each step, final parameters by name, gradients of each step."""
@@ -343,6 +351,12 @@ def ledger_of_a_step(engine: sw.Engine) -> Ledger:
     engine.backward(engine(x, y))
     engine.step()
     return ledger
+
+
+def sent_and_held(engine: sw.Engine) -> dict[str, Any]:
+    """What this rank sends in one more step, and what its program says of that; its memory. All ranks call."""
+    ledger, planned = ledger_of_a_step(engine), inside.program(engine)
+    return {"report": engine.memory(), "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes())}
 
 
 def peak_of_third_step(engine: sw.Engine, step: Callable[[], None]) -> int:

@@ -20,8 +20,8 @@ from twins import (
     assert_as_near,
     assert_same,
     engine_step,
-    ledger_of_a_step,
     rounded_by,
+    sent_and_held,
     sharded_run,
 )
 
@@ -63,12 +63,7 @@ def assert_trains_like(
     **settings: Any,
 ) -> None:
     """And sends, and holds of each kind, what its program says. `other` as in `assert_as_near`."""
-
-    def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = ledger_of_a_step(engine), inside.program(engine)
-        return {"sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()), "report": engine.memory()}
-
-    run = sharded_run(model, data, preset, num_ranks, mesh, after=count, **settings)
+    run = sharded_run(model, data, preset, num_ranks, mesh, after=sent_and_held, **settings)
     if other is not None:
         assert_as_near(run, twin, other)
     else:
@@ -382,3 +377,18 @@ def learnt(preset: str, make_optimizer: MakeOptimizer = adamw_of_gpt, **plan: An
         return found
 
     return sum(run_ranks(2, rank)[0][-last:]) / last
+
+
+def race(
+    model: nn.Module,
+    data: Sequence[Batch],
+    preset: str,
+    num_ranks: int,
+    mesh: Mapping[str, int] | None,
+    wire: dict[str, Any],
+    *,
+    shares_memory: bool,
+) -> None:
+    """With the twin that the wire makes of the model."""
+    twin = twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1)
+    assert_trains_like(twin, model, data, preset, num_ranks, mesh, shares_memory=shares_memory, wire=wire)

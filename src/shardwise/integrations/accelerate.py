@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,6 +60,17 @@ from shardwise.system.process_rank import process_rank_of
 _log = logging.getLogger("shardwise")
 
 engines_are_made_by("Accelerate", "accelerator.engine_of(model)")
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A model before it was sharded."""
+
+    dtype: str | None
+    """`bf16` or `fp16` if all of it had that dtype: its files are written in it."""
+    param_dtypes: Mapping[str, torch.dtype]
+    prefix: str
+    """What its names have before them in an engine that has several models."""
 
 
 class Accelerator(BatchSharingAccelerator):
@@ -127,11 +139,8 @@ class Accelerator(BatchSharingAccelerator):
         stages have their parts too."""
         self._engines: dict[nn.Module, sw.Engine] = {}
         """Models that one optimizer trains together have the same engine."""
-        self._prefixes: dict[nn.Module, str] = {}
-        """What names have before them in an engine that has several models."""
+        self._before: dict[nn.Module, _Before] = {}
         self._references: dict[nn.Module, sw.Engine] = {}
-        self._dtypes: dict[nn.Module, str | None] = {}
-        self._param_dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
         self._coordination = Coordination(self._engines)
         self._pending: list[nn.Module] = []
         self._own_world: sw.World | None = None
@@ -184,12 +193,13 @@ class Accelerator(BatchSharingAccelerator):
 
     def dtype_before(self, model: nn.Module) -> Any:
         """`bf16` or `fp16` if the model had that dtype before `prepare`: its files are written in it."""
-        return self._dtypes.get(model)
+        known = self._before.get(model)
+        return None if known is None else known.dtype
 
     def in_dtypes_before(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """The `state` of a model, each parameter in the dtype that it had before `prepare`. What is one tensor under
         two names stays one."""
-        dtypes = self._param_dtypes.get(model, {})
+        dtypes = self._before[model].param_dtypes if model in self._before else {}
         given = {
             id(one): one.to(dtypes.get(name, one.dtype)) for name, one in reversed(state.items()) if name in dtypes
         }
@@ -258,7 +268,7 @@ class Accelerator(BatchSharingAccelerator):
         engine = self._engines[model]
         engine.unshard()
         for one in [one for one, its in self._engines.items() if its is engine]:
-            dtypes = self._param_dtypes[one]
+            dtypes = self._before[one].param_dtypes
             self._release(one)
             for name, param in one.named_parameters():
                 param.data = param.data.to(dtypes.get(name, param.dtype))
@@ -302,9 +312,9 @@ class Accelerator(BatchSharingAccelerator):
         """Shard `models`, of which each of the `optimizers` trains one or several, as one. All ranks call."""
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         _refuse_shared_optimizers(model, optimizers)
-        for one in models:
-            self._dtypes[one] = dtype_of(one)
-            self._param_dtypes[one] = {name: param.dtype for name, param in one.named_parameters()}
+        for number, one in enumerate(models):
+            prefix = f"{number}." if len(models) > 1 else ""
+            self._before[one] = _Before(dtype_of(one), {name: p.dtype for name, p in one.named_parameters()}, prefix)
         plan = self._resolved(model)
         if len(models) > 1 and (has_stages(plan) or plan.preset == "auto"):
             names = " and ".join(type(one).__name__ for one in models)
@@ -326,9 +336,8 @@ class Accelerator(BatchSharingAccelerator):
         engine.give_whole_outputs()
         self.draw_alike(self.world)
         records = plan.run is not None and not self.keeps_engines
-        for number, one in enumerate(models):
+        for one in models:
             self._engines[one] = engine
-            self._prefixes[one] = f"{number}." if len(models) > 1 else ""
             patch_zero_grad(one, engine, partial(self.hand_over, one))
             refuse_no_sync(one)
             self._coordination.register(one, main_process_reads_alone=self.main_process_reads_alone, records=records)
@@ -445,7 +454,7 @@ class Accelerator(BatchSharingAccelerator):
         if self._coordination.is_saving:
             return self._coordination.placeholder
         self._coordination.release()
-        prefix, whole = self._prefixes[model], engine.state_dict(rank_0_only=True)
+        prefix, whole = self._before[model].prefix, engine.state_dict(rank_0_only=True)
         return {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
@@ -550,9 +559,7 @@ class Accelerator(BatchSharingAccelerator):
         engine = self._engines.pop(model)
         if engine not in self._engines.values():
             engine.close()
-        self._prefixes.pop(model, None)
-        self._dtypes.pop(model, None)
-        self._param_dtypes.pop(model, None)
+        self._before.pop(model, None)
 
     def _release_references(self) -> None:
         for model in list(self._references):

@@ -9,11 +9,13 @@ from ours. They must not derive from `ShardwiseTrainerMixin` a second time.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +26,13 @@ from shardwise.errors import StateError
 
 ACCELERATE, TRANSFORMERS = "accelerate.accelerator", "transformers.trainer"
 ARGUMENTS, MODELS = "transformers.training_args", "transformers.modeling_utils"
-LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"
-FABRIC, LIGHTNING_FABRIC = "lightning.fabric.fabric", "lightning_fabric.fabric"
+LIGHTNINGS = {
+    "lightning.pytorch.trainer.trainer": ("Trainer", "shardwise.integrations.lightning"),
+    "pytorch_lightning.trainer.trainer": ("Trainer", "shardwise.integrations.pytorch_lightning"),
+    "lightning.fabric.fabric": ("Fabric", "shardwise.integrations.fabric"),
+    "lightning_fabric.fabric": ("Fabric", "shardwise.integrations.lightning_fabric"),
+}
+"""By module of Lightning, which has two packages and two doors: its class, and where the strategy for that is."""
 
 
 class Takeover(importlib.abc.MetaPathFinder):
@@ -38,13 +45,10 @@ class Takeover(importlib.abc.MetaPathFinder):
         """
         self.plan = sw.load_plan(plan)
         self._is_deepspeed = as_deepspeed
-        self._changes = {
+        self._changes: dict[str, Callable[[Any], None]] = {
             ACCELERATE: self._patch_accelerate,
             TRANSFORMERS: self._patch_transformers,
-            LIGHTNING: self._patch_lightning,
-            PYTORCH_LIGHTNING: self._patch_pytorch_lightning,
-            FABRIC: self._patch_fabric,
-            LIGHTNING_FABRIC: self._patch_lightning_fabric,
+            **{name: partial(self._patch_lightning, *replaced) for name, replaced in LIGHTNINGS.items()},
         }
         if as_deepspeed:
             self._changes |= {ARGUMENTS: _patch_arguments, MODELS: _patch_models}
@@ -96,32 +100,13 @@ class Takeover(importlib.abc.MetaPathFinder):
         ShardwiseTrainerMixin.default_plan = self.plan
         module.Trainer = Trainer
 
-    def _patch_lightning(self, module: Any) -> None:
-        from shardwise.integrations.lightning import ShardwiseStrategy
-
-        self._replace(module, "Trainer", ShardwiseStrategy)
-
-    def _patch_pytorch_lightning(self, module: Any) -> None:
-        from shardwise.integrations.pytorch_lightning import ShardwiseStrategy
-
-        self._replace(module, "Trainer", ShardwiseStrategy)
-
-    def _patch_fabric(self, module: Any) -> None:
-        from shardwise.integrations.fabric import ShardwiseStrategy
-
-        self._replace(module, "Fabric", ShardwiseStrategy)
-
-    def _patch_lightning_fabric(self, module: Any) -> None:
-        from shardwise.integrations.lightning_fabric import ShardwiseStrategy
-
-        self._replace(module, "Fabric", ShardwiseStrategy)
-
-    def _replace(self, module: Any, name: str, strategy_class: Any) -> None:
-        """Lightning's class `name`, by one that takes our strategy in the place of others."""
+    def _patch_lightning(self, name: str, strategies: str, module: Any) -> None:
+        """Replace Lightning's class `name` by one that takes our strategy in the place of others."""
         from shardwise.integrations.lightning_parts import trainer_over
 
-        strategy_class.default_plan = self.plan
-        setattr(module, name, trainer_over(getattr(module, name), strategy_class))
+        strategy = importlib.import_module(strategies).ShardwiseStrategy
+        strategy.default_plan = self.plan
+        setattr(module, name, trainer_over(getattr(module, name), strategy))
 
 
 def _patch_arguments(module: Any) -> None:

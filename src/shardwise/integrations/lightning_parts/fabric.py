@@ -56,15 +56,13 @@ class FabricStrategyMixin(InWorld):
         self.plan = sw.load_plan(self.default_plan if plan is None else plan)
         self._batch = batch
         self._training_loader: Any = None
-        refuse_settings(settings)
+        refuse_settings(state_dict_type, settings)
         for name, plain in (("accumulate", 1), ("clip_grad_norm", None)):
             if getattr(self.plan, name) is not plain:
                 raise ConfigError(
                     f"The plan sets {name} {getattr(self.plan, name)}, but with Fabric the training loop does this. "
                     f"Leave it out of the plan, and use fabric.no_backward_sync() and fabric.clip_gradients()."
                 )
-        if state_dict_type not in ("sharded", "full"):
-            raise ConfigError(f"state_dict_type is {state_dict_type!r}. Use 'sharded' or 'full'.")
         super().__init__(**settings)
         StrategyMixin.num_made += 1
         self._state_dict_type = state_dict_type
@@ -110,7 +108,7 @@ class FabricStrategyMixin(InWorld):
                 self._pending.remove(module)
                 self._shard(module, [optimizer])
                 return optimizer
-        if any({id(param) for param in module.parameters()} & param_ids(optimizer) for module in self._engines):
+        if fabric_states.owner_of(optimizer, self._engines) is not None:
             raise ConfigError(
                 f"The model of this {type(optimizer).__name__} is already sharded with another optimizer. Pass both to "
                 f"fabric.setup(model, first, second)."

@@ -26,10 +26,12 @@ def names_and_plans() -> dict[str, str]:
     return {f"shardwise_{preset.replace('-', '_')}": preset for preset in NAMES}
 
 
-def refuse_settings(settings: dict[str, Any]) -> None:
-    """Raise `ConfigError` for arguments of a strategy that belong to torch's DistributedDataParallel, and in an elastic
-    job, which no argument changes."""
+def refuse_settings(state_dict_type: str, settings: dict[str, Any]) -> None:
+    """Raise `ConfigError` for an unknown `state_dict_type`, for arguments of a strategy that belong to torch's
+    DistributedDataParallel, and in an elastic job, which no argument changes."""
     refuse_elastic_job("Lightning")
+    if state_dict_type not in ("sharded", "full"):
+        raise ConfigError(f"state_dict_type is {state_dict_type!r}. Use 'sharded' or 'full'.")
     for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
         if (hook := settings.get(name)) is not None:
             cure = instead_of_hook(name_of(hook), settings_of(settings.get("ddp_comm_state")))

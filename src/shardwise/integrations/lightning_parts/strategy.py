@@ -77,9 +77,7 @@ class StrategyMixin(InWorld):
     ) -> None:
         self.plan = sw.load_plan(self.default_plan if plan is None else plan)
         self._batch = batch
-        refuse_settings(settings)
-        if state_dict_type not in ("sharded", "full"):
-            raise ConfigError(f"state_dict_type is {state_dict_type!r}. Use 'sharded' or 'full'.")
+        refuse_settings(state_dict_type, settings)
         if has_stages(self.plan):
             require_staged_settings(self.plan, state_dict_type)
         super().__init__(**settings)
@@ -327,16 +325,16 @@ class StrategyMixin(InWorld):
         """See Lightning. Collective. Also reads single files written by any strategy of Lightning."""
         path = Path(self.broadcast(str(checkpoint_path)))
         module = self.lightning_module
-        is_fit = module is not None and module.trainer.state.fn == "fit"
-        if not checkpoints.is_sharded(path):
+        is_sharded = checkpoints.is_sharded(path)
+        if is_sharded:
+            checkpoint = checkpoints.read_meta(path, weights_only=weights_only)
+        else:
             checkpoint = super().load_checkpoint(path, weights_only)
-            if is_fit:
-                add_saved_groups(module.trainer, module, checkpoint)
+        if module is not None and module.trainer.state.fn == "fit":
+            add_saved_groups(module.trainer, module, checkpoint)
+        if not is_sharded:
             return checkpoint
         assert self.engine is not None
-        checkpoint = checkpoints.read_meta(path, weights_only=weights_only)
-        if is_fit:
-            add_saved_groups(module.trainer, module, checkpoint)
         return checkpoints.read(self.engine, path, checkpoint)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
