@@ -34,6 +34,7 @@ from tests.ranks.lost_groups import (
     PRESETS,
     ROWS,
     WAYS,
+    Axis,
     DiesBefore,
     Experts,
     Layers,
@@ -106,6 +107,15 @@ def test_a_group_leaves(axis: str, way: str, loop: str, preset: str, tmp_path: P
     assert all(4 in one and one[-1] == 2 for one in sizes.values())
 
 
+def begun(axis: str) -> tuple[Axis, Task, list[nn.Module]]:
+    """How groups along `axis` are tried, what they are trained on, and its model for four ranks and one that joins."""
+    torch.manual_seed(3)
+    own = AXES[axis]
+    task = own.ways[own.usual][0]()
+    start = task.make()
+    return own, task, [copy.deepcopy(start) for _ in range(5)]
+
+
 @sampled
 @pytest.mark.parametrize("asks", ["with a batch in hand", "after the step", "both"])
 @pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
@@ -113,12 +123,8 @@ def test_a_group_leaves(axis: str, way: str, loop: str, preset: str, tmp_path: P
 def test_the_loader_of_a_spare_goes_where_the_others_are(axis: str, asks: str, nth: int, tmp_path: Path) -> None:
     """Its group has lost a rank while it had a batch in hand, or had taken it; so it comes back with a batch from where
     it was then, which trains nothing."""
-    torch.manual_seed(3)
-    own = AXES[axis]
-    task = own.ways[own.usual][0]()
-    start = task.make()
+    own, task, models = begun(axis)
     rows = len(task.batches) if isinstance(task, Sequences) else NUM_STEPS
-    models = [copy.deepcopy(start) for _ in range(5)]
     fault = DiesBefore(1, 2, "exchange of any_rank", nth if asks == "both" else 1)
 
     def work(world: World, member: int) -> dict[int, set[int]]:
@@ -167,12 +173,8 @@ class Counter:
 def test_what_a_spare_counts_is_what_the_others_do(axis: str, point: str, tmp_path: Path) -> None:
     """It comes back in the middle of its loop, where steps jump: a loop that counts what it has taken counts that as
     one, and what it was given since its last step is not what it is trained with now."""
-    torch.manual_seed(3)
-    own = AXES[axis]
-    task = own.ways[own.usual][0]()
-    start = task.make()
+    own, task, models = begun(axis)
     rows = len(task.batches) if isinstance(task, Sequences) else NUM_STEPS
-    models = [copy.deepcopy(start) for _ in range(5)]
     fault = DiesBefore(1, 2, point)
 
     def work(world: World, member: int) -> list[int]:
