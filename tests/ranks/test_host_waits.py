@@ -151,8 +151,10 @@ def steps_of(engine: sw.Engine) -> set[int]:
     return {id(optimizer.state_of(piece).get("step")) for piece in optimizer.pieces}
 
 
-def steady_step(waits: Waits, plan: Plan, make_optimizer: MakeOptimizer, build: Callable[[], nn.Module]) -> float:
-    """Count the waits of rank 0 in its fourth step; returns the step's norm."""
+def steady_step(
+    waits: Waits, plan: Plan, make_optimizer: MakeOptimizer, build: Callable[[], nn.Module], *, counted: int = 3
+) -> float:
+    """Count the waits of rank 0 in its fourth step, or the one `counted` from zero; returns the last step's norm."""
     torch.manual_seed(0)
     replicas = [build()]
     replicas += [copy.deepcopy(replicas[0]) for _ in range(math.prod(plan.get("mesh", {"world": 2}).values()) - 1)]
@@ -165,7 +167,7 @@ def steady_step(waits: Waits, plan: Plan, make_optimizer: MakeOptimizer, build: 
             for number in range(4):
                 waits.on_host |= steps_of(engine)
                 world.barrier()
-                with waits.counting() if number == 3 and world.rank == 0 else _nothing():
+                with waits.counting() if number == counted and world.rank == 0 else _nothing():
                     for batch in data[2 * number : 2 * number + plan.get("accumulate", 1)]:
                         engine.backward(engine(*share_of(engine, batch)))
                     norm = engine.step()
@@ -216,11 +218,15 @@ def test_it_waits_once_for_what_only_the_device_knows(case: str, waits: Waits) -
 
 
 def test_the_counter_sees_what_a_host_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, the host reads the sum. The counter finds one tensor that is read, and none made from host values: the
-    marks of what has a gradient are those of the step before."""
+    """On a CPU, the host reads the sum. In the first step the counter finds a tensor made from host values as well, the
+    marks of what has a gradient; later ones are those of the step before."""
     waits = Waits(monkeypatch)
-    steady_step(waits, plan_of("zero3", None), adamw, Transformer)
-    assert waits.found == {"optim/precision/verdict.py tolist": 1}
+    for counted, num_made in ((0, 1), (3, 0)):
+        waits.found.clear()
+        steady_step(waits, plan_of("zero3", None), adamw, Transformer, counted=counted)
+        assert waits.found["optim/precision/verdict.py tensor"] == num_made
+        assert waits.found["optim/precision/verdict.py tolist"] == 1
+    assert waits.found.total() == 1
 
 
 def test_hosts_agree_by_a_byte_where_nothing_is_new(away: None, monkeypatch: pytest.MonkeyPatch) -> None:
