@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from shardwise import system
-from shardwise.system.whose_code import whose
+from shardwise.system.whose_code import called_by_script, whose
 
 SITE_PACKAGES = Path(torch.__file__).parent.parent
 
@@ -27,3 +30,30 @@ def test_files_of_this_library_and_of_torch_and_those_between_are_known_as_such(
     assert whose(str(nn.__file__)) == "others'"
     assert {whose(name) for name in (threading.__file__, contextlib.__file__, "<string>")} == {"others'"}
     assert whose("/home/me/train.py") == "the user's"
+
+
+@pytest.mark.parametrize(
+    ("caller", "is_told"),
+    [
+        ("/home/me/train.py", True),
+        ("/home/me/transformers/train.py", True),
+        ("/home/me/.venv/lib/python3.12/site-packages/transformers/trainer.py", False),
+        ("/usr/lib/python3/dist-packages/any_library.py", False),
+    ],
+)
+@pytest.mark.parametrize("method", [nn.Module.parameters, nn.Module.named_parameters])
+def test_what_a_script_called_is_found_past_torch_and_not_for_a_library(
+    caller: str, is_told: bool, method: Any
+) -> None:
+    seen: list[FrameType | None] = []
+
+    class Watched(nn.Linear):
+        def named_modules(self, *_: Any, **__: Any) -> Any:
+            seen.append(called_by_script(sys._getframe()))
+            return iter(())
+
+    source = compile("list(method(model))", caller, "exec")
+    exec(source, {"method": method, "model": Watched(2, 2)})
+    (called,) = seen
+    assert (called is not None) is is_told
+    assert called is None or called.f_code is method.__code__

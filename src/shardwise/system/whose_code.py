@@ -14,6 +14,7 @@ import os
 import threading
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 import torch
@@ -23,6 +24,8 @@ from shardwise import errors
 _OURS, TORCHS = (f"{Path(str(module.__file__)).parent}{os.sep}" for module in (errors, torch))
 _OTHERS = (TORCHS, threading.__file__, contextlib.__file__, "<")
 """Between a user's code and ours: torch, threads and contexts, and what has no file."""
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Where pip, and Debian's own packages, put libraries, whatever their names."""
 
 
 @lru_cache(4096)  # asked for dozens of frames at each message between stages
@@ -31,3 +34,13 @@ def whose(file_name: str) -> Literal["ours", "the user's", "others'"]:
     if file_name.startswith(_OURS):
         return "ours"
     return "others'" if file_name.startswith(_OTHERS) else "the user's"
+
+
+def called_by_script(frame: FrameType) -> FrameType | None:
+    """What the user's own code called last, from where `frame` came about, such as `model.parameters()`. `None` if it
+    is an installed library that called: what is said of a loop is for who can change it."""
+    called, caller = frame, frame.f_back
+    while caller is not None and whose(caller.f_code.co_filename) != "the user's":
+        called, caller = caller, caller.f_back
+    is_installed = caller is None or not _INSTALLED.isdisjoint(Path(caller.f_code.co_filename).parts)
+    return None if is_installed else called

@@ -7,7 +7,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from inspect import getattr_static
-from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -17,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import ModelError, StateError
 from shardwise.parallel.pipeline.placeholder_values import TensorFacts
 from shardwise.system.own_hooks import is_own
+from shardwise.system.whose_code import called_by_script
 
 Tensor = torch.Tensor
-_LIBRARIES = frozenset(
-    {"torch", "shardwise", "transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "diffusers"}
-)
+_GO_THROUGH_PARAMS = {nn.Module.parameters.__code__, nn.Module.named_parameters.__code__}
 
 
 class ElsewhereError(ModelError, AttributeError):
@@ -228,16 +226,9 @@ class _InForward(dict[str, Any]):
 
 
 def asked_for_parameters() -> nn.Module | None:
-    """The module whose `parameters()` or `named_parameters()` code of a loop goes through just now; `None` if that is
-    code of a library, which does the same with each module."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_named_members":
-        frame = frame.f_back
-    module = None if frame is None else frame.f_locals.get("self")
-    while frame is not None and frame.f_code.co_name in ("_named_members", "parameters", "named_parameters"):
-        frame = frame.f_back
-    package = "" if frame is None else str(frame.f_globals.get("__name__")).partition(".")[0]
-    return module if isinstance(module, nn.Module) and package not in _LIBRARIES else None
+    """The module whose `parameters()` or `named_parameters()` a loop in the user's own code goes through just now."""
+    called = called_by_script(sys._getframe(1))
+    return called.f_locals["self"] if called is not None and called.f_code in _GO_THROUGH_PARAMS else None
 
 
 def refuse_states(module: nn.Module) -> list[RemovableHandle]:
