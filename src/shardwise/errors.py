@@ -36,9 +36,9 @@ class ShardwiseError(Exception):
     """The base class of all errors of shardwise."""
 
     def __init__(self, *args: object) -> None:
-        # As `super().__init__` does, which Dynamo does not know: it traces what `refuse_transformed_calls` raises.
+        # As `super().__init__` does, which Dynamo does not know, nor str(self) in torch 2.11: it traces our hooks.
         self.args = args
-        if where := whose_engine(str(self)):
+        if where := whose_engine(str(args[0]) if args else ""):
             self.add_note(where)  # below the message, which tests and reports of ranks compare
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.checkpoint.index import INDEX, MAX_INDEX_BYTES
 from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.keep import Keep
-from shardwise.checkpoint.write import flush, note_path, put_in_place, write_text
+from shardwise.checkpoint.write import flush, note_path, put_in_place, remove_replaced, write_text
 from shardwise.errors import CheckpointError, some
 from shardwise.system.safe_files import read_own_text
 from shardwise.system.units import format_bytes
@@ -158,7 +158,14 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
         note.unlink()
     flush(draft)
     old = target.with_name(f"{REPLACED}{target.name}")
-    put_in_place(draft, target, old)
+    try:
+        put_in_place(draft, target, old)
+        _name_latest(target)
+    finally:
+        remove_replaced(old, target)
+
+
+def _name_latest(target: Path) -> None:
     try:
         flush(target.parent)
         write_text(target.parent / LATEST, target.name)
@@ -168,8 +175,6 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
             f"The checkpoint {target} is written, but {target.parent / LATEST} could not be updated ({error}). "
             f"To continue from it, call resume({str(target)!r})."
         ) from error
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def thin_out(folder: Path, keep: Keep, newest_step: int, metrics: dict[Path, dict[str, float]]) -> None:

@@ -201,6 +201,12 @@ def put_in_place(draft: Path, target: Path, old: Path) -> None:
         raise
 
 
+def remove_replaced(old: Path, target: Path) -> None:
+    """Remove what `put_in_place` renamed to `old`, also after it was interrupted, if `target` is there."""
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def _write(path: Path, num_bytes: int, windows: Iterator[memoryview]) -> None:
     handle, _ = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:

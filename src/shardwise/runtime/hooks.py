@@ -511,9 +511,9 @@ def _taken_at_rest(param: Tensor) -> Tensor | None:
 
 def refuse_transformed_calls() -> None:
     """Raise `StateError` if a sharded model is called by what compiles, transforms or traces whole models."""
-    if is_dynamo_compiling():  # traced, it ends the graph; where the graph must not end, it is what the caller sees
-        raise StateError(
-            "A sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
+    if is_dynamo_compiling():  # where the graph must not end, the text is part of torch's error
+        torch._dynamo.graph_break(
+            msg="A sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
             "and go at its units. Call the plain model, and have each unit compiled by the plan: compile: inductor."
         )
     if is_transforming():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.write import flush, put_in_place
+from shardwise.checkpoint.write import flush, put_in_place, remove_replaced
 from shardwise.errors import CheckpointError, said_by
 
 
@@ -35,6 +35,7 @@ def drafted(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise CheckpointError(f"{out} could not be written: {said_by(error)} What was there is unchanged.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        remove_replaced(_replaced(out), out)  # Ctrl-C may have come where `swap_in` does so
 
 
 def remove_draft(draft: Path) -> None:
@@ -53,9 +54,12 @@ def remove_draft(draft: Path) -> None:
 def swap_in(draft: Path, out: Path) -> None:
     """Let `draft`, a folder beside `out`, appear in its place."""
     flush(draft)
-    old = out.parent / f".replaced-{out.name}"
-    put_in_place(draft, out, old)
     try:
+        put_in_place(draft, out, _replaced(out))
         flush(out.parent)
     finally:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_replaced(_replaced(out), out)
+
+
+def _replaced(out: Path) -> Path:
+    return out.parent / f".replaced-{out.name}"
