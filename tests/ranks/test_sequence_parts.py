@@ -249,7 +249,8 @@ class Headed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            # torch 2.11's checkpoint leaves its hooks to whichever thread frees the error that a forward has raised
+            x = block(x) if block.mixes else checkpoint(block, x, use_reentrant=False)
         return x
 
 
