@@ -1218,7 +1218,7 @@ STAGE_REHEARSAL = _of(
     "rehearsed stages",
     (
         "a stand-in that only a watched forward makes counts as work",
-        "with nullcontext() if known is None else self._remaking(), torch.set_grad_enabled(needs_grad):",
+        "with nullcontext() if known is None else self.remaking(), torch.set_grad_enabled(needs_grad):",
         "with torch.set_grad_enabled(needs_grad):",
         "alike_stages",
     ),

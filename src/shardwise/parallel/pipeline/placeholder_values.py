@@ -50,8 +50,7 @@ class Placeholders:
     """The stand-ins of one forward of a stage. `pieces` are the modules of all stages, in order, and `first` is the
     number of the one with which this stage begins. `device` is that of its parameters. `sequence_parts`: into how many
     parts the received sequence is split. `why_unknown`: why it is unknown which results have to be carried to this
-    stage, if it is. `remaking` is entered where a watched forward makes a stand-in, to follow it by itself, that others
-    have by then."""
+    stage, if it is."""
 
     def __init__(
         self,
@@ -62,10 +61,11 @@ class Placeholders:
         device: torch.device | None = None,
         sequence_parts: int = 1,
         why_unknown: str = "",
-        remaking: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.dependence: Dependence | None = None
         """Follows what is computed from stand-ins, in a forward that is watched."""
+        self.remaking: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered where a watched forward makes a stand-in, to follow it by itself, that others have by then."""
         self._stage = stage
         self._pieces = pieces
         self._first = first
@@ -73,7 +73,6 @@ class Placeholders:
         self._device = device
         self._sequence_parts = sequence_parts
         self._why_unknown = why_unknown
-        self._remaking = remaking
         self._num_calls: defaultdict[str, int] = defaultdict(int)
         self._made: dict[Layout, Tensor] = {}
         self._params: dict[str, Tensor] = {}
@@ -215,7 +214,7 @@ class Placeholders:
             shape[-2] *= self._sequence_parts  # masks are made for whole sequences
         gets_grads = any(tensor.requires_grad for tensor in self._arrived.tensors)
         needs_grad = gets_grads and layout.dtype.is_floating_point
-        with nullcontext() if known is None else self._remaking(), torch.set_grad_enabled(needs_grad):
+        with nullcontext() if known is None else self.remaking(), torch.set_grad_enabled(needs_grad):
             made = _varied(shape, layout.dtype, device, needs_grad=needs_grad)
         if needs_grad:  # reentrant checkpointing asks its arguments, and runs modules without gradients itself
             self._guard(made, str(result))

@@ -495,11 +495,12 @@ class StagedModel:
         parts = self._sequence_parts.get(stage, 1) if first == self._firsts[stage] else 1  # the last block joins them
         why = passing.carried.why_unknown
         device = next((param.device for param in self._dtypes.values()), None)
-        stand_ins = Placeholders(stage, self._names, first, arrived, device, parts, why, remaking)
+        stand_ins = Placeholders(stage, self._names, first, arrived, device, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
         is_asked = passing.known is None and last + 1 < len(self._names)
         notes_returns = is_asked or is_watched or bool(passing.carried.readers) or passing.wanted is not None
         has_received = arrived is not None and bool(arrived.tensors)
+        stand_ins.remaking = remaking
         now = _Running(
             called, stage, first, last, arrived, has_received, stand_ins, passing, notes_returns, is_backward
         )
