@@ -28,10 +28,24 @@ def sharding(engine: sw.Engine) -> Any:
     return sharded(engine).parts.sharding
 
 
+def session(engine: sw.Engine) -> Any:
+    """What the loop's calls go through."""
+    return engine._session
+
+
+def recovery(engine: sw.Engine) -> Any:
+    """This rank's way from one world to the next, in a job whose ranks may be lost."""
+    return session(engine).recovery
+
+
 def survival(engine: sw.Engine) -> Any:
-    """What keeps the images of this rank's state, in a job whose ranks may be lost."""
-    session: Any = engine._session
-    return session.recovery.survival
+    """What keeps the images of this rank's state, in such a job."""
+    return recovery(engine).survival
+
+
+def saver(engine: sw.Engine) -> Any:
+    """What writes checkpoints."""
+    return engine._state.saver
 
 
 def disk(engine: sw.Engine) -> Any:

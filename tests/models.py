@@ -136,6 +136,20 @@ class Gpt(Stack):
         return self.logits_of(self.tokens(input_ids) + self.positions(position_ids))
 
 
+class Chain(nn.Module):
+    """Square linear layers, with `between` after each."""
+
+    def __init__(self, num_layers: int, between: Callable[[Tensor], Tensor] = lambda x: x, *, width: int = 8) -> None:
+        super().__init__()
+        self.between = between
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return x
+
+
 class Lora(nn.Module):
     """A frozen linear layer with a low-rank adapter (arXiv:2106.09685)."""
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from trl_jobs import tokenizer
 
@@ -20,33 +21,44 @@ _PARTS = {"weights", "kv_cache"}
 _USERS = ("trl.generation.vllm_generation", "trl.experimental.online_dpo.online_dpo_trainer")
 
 
+class ArrivingWeights:
+    """Those of `model`, all of which come in each round of updates; `rounds` has them after each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rounds: list[dict[str, Any]] = []
+        self._own = dict(model.named_parameters())
+        self._came: set[str] = set()
+
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self._own[name].data.copy_(tensor)
+            self._came.add(name)
+
+    def end_round(self) -> None:
+        if self._came != set(self._own):
+            raise RuntimeError(f"an update without {set(self._own) - self._came}")
+        self._came.clear()
+        self.rounds.append({name: one.tolist() for name, one in self._own.items()})
+
+
 class LLM:
     def __init__(self, model: str, seed: int, **settings: Any) -> None:
         if settings["distributed_executor_backend"] != "external_launcher":
             raise ValueError("it would start processes of its own")
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()
-        self.synced: list[dict[str, Any]] = []
-        """The weights of each round of updates."""
+        self.weights = ArrivingWeights(self.model)
         self._draw = torch.Generator().manual_seed(seed)
         self._awake = set(_PARTS)
-        self._came: set[str] = set()
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=self))
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if "weights" not in self._awake:
             raise RuntimeError("there is no memory for weights while it sleeps")
-        own = dict(self.model.named_parameters())
-        for name, tensor in weights:
-            own[name].data.copy_(tensor)
-            self._came.add(name)
+        self.weights.take(weights)
 
     def reset_prefix_cache(self) -> bool:
-        own = dict(self.model.named_parameters())
-        if self._came != set(own):
-            raise RuntimeError(f"an update without {set(own) - self._came}")
-        self._came.clear()
-        self.synced.append({name: one.tolist() for name, one in own.items()})
+        self.weights.end_round()
         return True
 
     def sleep(self, level: int = 1) -> None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import accelerate_jobs
-import lightning.pytorch as pl
 import torch
 import trainer_jobs
 from fabric_jobs import fabric_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_jobs import in_stages, trainer_of, values
-from stage_jobs import padded
+from stage_jobs import OwnLoss, padded
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -87,18 +86,11 @@ def by_fabric(plan: Any, model: str, ranks: int, folder: str, *, start: str | No
     return {"losses": losses, "norms": norms, "evaluated": evaluated, "state": kept}
 
 
-class Language(pl.LightningModule):
+class Language(OwnLoss):
     def __init__(self, model: str) -> None:
-        super().__init__()
-        self.model = trainer_jobs.MODELS[model]()
-        self.losses: list[float] = []
+        super().__init__(trainer_jobs.MODELS[model]())
         self.norms: list[float] = []
         self.evaluated: list[float] = []
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**batch).loss
-        self.losses.append(self.all_gather(loss.detach()).mean().item())
-        return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         engine = in_stages(self)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from lightning_jobs import trainer_of, values
 from torch import nn
 from torch.utils.data import DataLoader
-from trainer_jobs import DEFAULTS, LENGTH, MODELS, VOCABULARY, Rows, llama, make, mixtral, rows, told
+from trainer_jobs import DEFAULTS, LENGTH, MODELS, VOCABULARY, Rows, llama, make, mixtral, rows, smoothed, told
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl_jobs import COMMON, adapters, by_token, ours, texts, tokenizer
 
@@ -64,13 +64,6 @@ def language(plan: Any, **settings: Any) -> dict[str, Any]:
 
 def of_experts(plan: Any, **settings: Any) -> dict[str, Any]:
     return result(trained(plan, mixtral(), (padded(48), padded(7, 1)), **settings))
-
-
-def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """For `compute_loss_func`."""
-    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    total = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=0.1)
-    return total / num_items_in_batch
 
 
 def own_loss(plan: Any, **settings: Any) -> dict[str, Any]:
@@ -265,18 +258,27 @@ def translated(plan: Any, kind: str, **settings: Any) -> dict[str, Any]:
     return result(trainer) | {"generated": seen, "predicted": [row[row >= 0].tolist() for row in predicted]}
 
 
-class Translator(pl.LightningModule):
-    """An encoder-decoder model in a module, which generates to predict."""
+class OwnLoss(pl.LightningModule):
+    """A model that computes its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.data, self.tests = encoder_decoder("t5")
+        self.model = model
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = self.model(**batch).loss
         self.losses.append(self.all_gather(loss.detach()).mean().item())
         return loss
+
+
+class Translator(OwnLoss):
+    """An encoder-decoder model in a module, which generates to predict."""
+
+    def __init__(self) -> None:
+        model, data, tests = encoder_decoder("t5")
+        super().__init__(model)
+        self.data, self.tests = data, tests
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> list[list[int]]:
         engine = getattr(self.trainer.strategy, "engine", None)

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray_jobs as jobs
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from tests.thorough import sampled
 
@@ -19,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 STEPS = 8
+SAMPLES = range(8)
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +153,35 @@ def test_outside_of_a_worker() -> None:
 
     with pytest.raises(ConfigError, match="was called outside of a worker of Ray Train"):
         shard(jobs.net(), "zero3")
+
+
+def dealt(monkeypatch: pytest.MonkeyPatch, **how: Any) -> DataLoader[Any]:
+    """A loader of eight samples as the first of two shards has it."""
+    from shardwise.integrations.ray import prepare_data_loader
+
+    monkeypatch.setattr(ray.train.torch, "prepare_data_loader", lambda loader, **_: loader)
+    engine: Any = SimpleNamespace(data_ranks=(0, 2))
+    return prepare_data_loader(engine, DataLoader(SAMPLES, batch_size=2, **how))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_shuffled_loader_stays_one(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler: Any = dealt(monkeypatch, shuffle=shuffle).sampler
+    assert (sampler.num_replicas, sampler.rank, sampler.shuffle) == (2, 0, shuffle)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler([1.0] * 8, 8),
+        SubsetRandomSampler(range(4)),
+        RandomSampler(SAMPLES, replacement=True),
+        RandomSampler(SAMPLES, num_samples=4),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_that_would_be_replaced_is_refused(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=rf"The loader's {type(sampler).__name__} chooses samples by itself"):
+        dealt(monkeypatch, sampler=sampler)

@@ -209,7 +209,7 @@ def in_stages(plan: Any, kind: str = "", **settings: Any) -> dict[str, Any]:
 
     trainer.training_step = training_step
     if kind == "own loss":
-        trainer.compute_loss_func = _own_loss
+        trainer.compute_loss_func = smoothed
     if kind == "overridden":
         del trainer.training_step
         trainer.__class__ = type("Comparing", (type(trainer),), {"compute_loss": _compared})
@@ -228,7 +228,8 @@ def _padded_to_the_longest(found: Rows) -> dict[str, torch.Tensor]:
     return batch | {"attention_mask": kept.long(), "labels": batch["labels"].masked_fill(~kept, -100)}
 
 
-def _own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """For `compute_loss_func`."""
     logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     total = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=0.1)
     return total / num_items_in_batch

@@ -44,8 +44,7 @@ class Served(StandIn):
         super().__init__()
         self.model = llama()
         self.arriving: queue.SimpleQueue[list[tuple[str, Tensor]]] = queue.SimpleQueue()
-        self.synced: list[dict[str, Any]] = []
-        self._came: set[str] = set()
+        self.weights = colocated_vllm.ArrivingWeights(self.model)
         self.draw = torch.Generator().manual_seed(7)
         self.is_updating = False
 
@@ -78,18 +77,11 @@ class Served(StandIn):
         described = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in came]
         if announced != described:
             raise ValueError(f"{announced} were announced, and {described} came")
-        own = dict(self.model.named_parameters())
-        for name, one in came:
-            own[name].data.copy_(one)
-            self._came.add(name)
+        self.weights.take(came)
         return {"message": "Weights updated"}
 
     def on_finish_weight_update(self) -> dict[str, Any]:
-        own = dict(self.model.named_parameters())
-        if self._came != set(own):
-            raise RuntimeError(f"an update without {set(own) - self._came}")
-        self._came.clear()
-        self.synced.append({name: one.tolist() for name, one in own.items()})
+        self.weights.end_round()
         self.is_updating = False
         return {"message": "Weight update finished"}
 
@@ -120,7 +112,7 @@ def served(name: str, plan: Any) -> dict[str, Any]:
         _connect(server)
         trainer, seen = _trainer(name, plan, vllm_mode="server", vllm_server_base_url=address)
         trainer.train()
-    return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": server.synced}
+    return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": server.weights.rounds}
 
 
 def colocated(name: str, plan: Any, peft_config: Any = None, **more: Any) -> dict[str, Any]:
@@ -129,7 +121,7 @@ def colocated(name: str, plan: Any, peft_config: Any = None, **more: Any) -> dic
     trainer, seen = _trainer(name, plan, peft_config, vllm_mode="colocate", **more)
     trainer.train()
     llm = trainer.llm if name == "online_dpo" else trainer.vllm_generation.llm
-    return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": llm.synced}
+    return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": llm.weights.rounds}
 
 
 def alone(name: str, plan: Any, misled_from: int = 99, **more: Any) -> dict[str, Any]:

@@ -1162,7 +1162,76 @@ STAGE_TERMS = _of(
     ),
 )
 
+SEQUENCE = _of(
+    "sequence",
+    (
+        "gradients of keys stay one rank behind their owner",
+        "if ring.num_ranks > 1:\n                    grads",
+        "if step < ring.num_ranks - 1:\n                    grads",
+        "sequence_attention",
+    ),
+    (
+        "keys that arrive in a ring are taken for those of the other neighbour",
+        "self._layout.runs[(self._place - step) % self.num_ranks]",
+        "self._layout.runs[(self._place + step) % self.num_ranks]",
+        "sequence_attention sequence",
+    ),
+    (
+        "padding is seen",
+        "seen = seen & self.kept[:, None, keys.start : keys.stop]",
+        "pass",
+        "sequence_attention sequence_transformers",
+    ),
+    (
+        "every rank counts all labels of the sequence",
+        'batch["num_items_in_batch"] = float(num_counted) / self._line.num_ranks',
+        'batch["num_items_in_batch"] = float(num_counted)',
+        "sequence_transformers",
+    ),
+    (
+        "a label is not that of the next token",
+        'functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]',
+        'batch["labels"]',
+        "sequence_transformers",
+    ),
+    (
+        "ranks of a sequence drop the same elements",
+        "torch.manual_seed((seed + place) % 2**63)",
+        "torch.manual_seed(seed % 2**63)",
+        "sequence_batches",
+    ),
+    (
+        "what is recomputed takes the batch that was split last",
+        "sample = self._recomputed() if recomputed else self.sample",
+        "sample = self.sample",
+        "sequence_batches",
+    ),
+    (
+        "a mean over other numbers of tokens counts as the whole's",
+        "return len(set(self.by_rank)) <= 1",
+        "return True",
+        "sequence_parts",
+    ),
+)
+
+STAGE_REHEARSAL = _of(
+    "rehearsed stages",
+    (
+        "a stand-in that only a watched forward makes counts as work",
+        "with nullcontext() if known is None else self.remaking(), torch.set_grad_enabled(needs_grad):",
+        "with torch.set_grad_enabled(needs_grad):",
+        "alike_stages",
+    ),
+    (
+        "the stages after it do not know what a stage hands over",
+        "return Found(held.handed_over, frozenset(held.wanted))",
+        "return Found(None, frozenset(held.wanted))",
+        "alike_stages pipeline_memory",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *(*BEGINNING, *SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
-    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS, *CHUNKS, *ISLANDS, *STAGE_TERMS),
+    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS, *CHUNKS, *ISLANDS, *STAGE_TERMS, *SEQUENCE),
+    *STAGE_REHEARSAL,
 )

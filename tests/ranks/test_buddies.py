@@ -113,10 +113,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
 def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
     for seed in range(drawn(1, 3)):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
         dies, hosts = HostDiesAt.drawn(random.Random(f"{name} {loop} {shares_memory} {seed}"))
-        race(PLANS[name], dies, folder, loop=loop, shares_memory=shares_memory, hosts=hosts)
+        race(PLANS[name], dies, tmp_path / str(seed), loop=loop, shares_memory=shares_memory, hosts=hosts)
 
 
 SENT = [
@@ -161,12 +159,10 @@ def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -
 def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 3)):
         draw = random.Random(f"{name} {hosts} {seed}")
-        folder = tmp_path / str(seed)
-        folder.mkdir()
         last = 2 if hosts in ("1 2 1", "1 1 1 1") else 1  # hosts may die one after the other
         dead = draw.sample([0, 3] if hosts in ("1 2 1", "3 1") else [0, 1], last)
         deaths = {member: 25 + 30 * number + draw.randrange(20) for number, member in enumerate(dead)}
-        race(PLANS[name], HostDiesAt(deaths), folder, hosts=HOSTS[hosts])
+        race(PLANS[name], HostDiesAt(deaths), tmp_path / str(seed), hosts=HOSTS[hosts])
 
 
 @sampled
@@ -200,7 +196,7 @@ class DiesBeforeOthersHaveItsUpdate:
     def __call__(self, engine: sw.Engine, member: int) -> None:
         if member != 2:
             return
-        session, start, mine, is_lost = engine._session, Background.start, threading.get_ident(), [False]
+        session, start, mine, is_lost = inside.session(engine), Background.start, threading.get_ident(), [False]
         assert isinstance(session, ElasticSession)
         share = session.recovery._share_change_wishes
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
@@ -285,9 +281,9 @@ def metered(
             rank, size = engine.data_ranks
             engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
         engine.state_dict()
-        engine._session.recovery.survival.await_copies()
+        inside.survival(engine).await_copies()
         specs = [flat.spec for flat in inside.flats(engine)]
-        found = engine._session.recovery.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
+        found = inside.recovery(engine).copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
         assert engine.copies == (asdict(found[0]) if found[0].num_copies else {})
         engine.close()
         return found
@@ -407,7 +403,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
                 engine.train_step(x, y, loss_fn=loss_of)  # the same on all ranks, so that a lost share changes nothing
                 if asks:
                     engine.mean(0.0)
-        engine._session.recovery.survival.await_copies()
+        inside.survival(engine).await_copies()
         result = engine.state_dict(), engine.num_steps
         engine.close()
         return result
@@ -423,7 +419,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
 def hear_in_commit(engine: sw.Engine, version: int) -> None:
     """Let this rank leave the commit of `version` so late that it hears there of a death after it. The copies of that
     step are not complete, since this rank sends none yet."""
-    session = engine._session
+    session = inside.session(engine)
     assert isinstance(session, ElasticSession)
     share = session.recovery._share_change_wishes
 
@@ -510,7 +506,7 @@ def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: 
             engine.weigh(len(x), ROWS)
             engine.backward(loss_of(own(x), y))
             engine.step()
-        engine._session.recovery.survival.await_copies()
+        inside.survival(engine).await_copies()
         found = state, engine.memory().kept_bytes, engine.world.hosts
         engine.close()
         return found
@@ -533,7 +529,7 @@ class DiesBehindItsStep:
     def __call__(self, engine: sw.Engine, member: int) -> None:
         if member != 1:
             return
-        session, send = engine._session, engine.world.transport.send
+        session, send = inside.session(engine), engine.world.transport.send
         assert isinstance(session, ElasticSession)
         share, is_lost = session.recovery._share_change_wishes, [False]
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)

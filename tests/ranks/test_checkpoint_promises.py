@@ -414,7 +414,7 @@ def test_a_rank_that_died_behind_a_save_is_noticed_at_once(tmp_path: Path, monke
 
     def work(engine: sw.Engine) -> None:
         if engine.world.rank == 1:
-            engine._state.saver._write_behind = lambda *_: None  # type: ignore[method-assign]
+            inside.saver(engine)._write_behind = lambda *_: None
         engine.save(tmp_path, wait=False)
         refused(CheckpointError, r"rank 1 ended \(killed\?\) before it had finished its file", engine.wait_for_save)
 

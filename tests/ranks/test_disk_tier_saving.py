@@ -21,6 +21,7 @@ from shardwise.errors import CheckpointError
 from shardwise.memory import DiskRows, disk_memory
 from shardwise.system.disk import IoQueue, Pending, SystemCalls, TierFolder
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.models import Transformer
 from tests.patience import PATIENCE
 from tests.thorough import thorough_only
@@ -177,8 +178,8 @@ def test_a_background_save_holds_no_states_in_memory(tmp_path: Path) -> None:
             replica(torch.ones(1, 1024)).sum().backward()
             engine.step()
             engine.save(tmp_path / "saved", wait=False)
-            assert engine._state.saver._stage.sized(0)._base is not None
-            staged = engine._state.saver._stage._memory.numel()
+            assert inside.saver(engine)._stage.sized(0)._base is not None
+            staged = inside.saver(engine)._stage._memory.numel()
             states = engine.memory().measured_on_disk["optim"]
             assert staged <= 2 * 2**24 + 2**20 < states / 5
             assert staged > 0

@@ -13,7 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.published import tensors_in
+from shardwise.checkpoint.published import mapped_tensors
 from tests.thorough import drawn
 
 WAYS: dict[str, Callable[[sw.Engine, Path], Any]] = {
@@ -95,4 +95,4 @@ def _require_whole(way: str, folder: Path) -> None:
         assert found is not None
         model.load_state_dict(found.tensors())
     else:
-        model.load_state_dict(tensors_in(folder))
+        model.load_state_dict(mapped_tensors(folder))

@@ -100,9 +100,8 @@ def lose_rank_1(name: str, dies: Any, folder: Path) -> None:
 def test_a_rank_dies_anywhere_with_rows_on_a_disk(name: str, loop: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 4)):
         draw = random.Random(f"{name} {loop} {seed}")
-        dies, folder = DiesAt.drawn(draw), tmp_path / str(seed)
-        folder.mkdir()
-        race(DISKS[name], dies, folder, loop=loop, shares_memory=draw.random() < 0.5)
+        dies = DiesAt.drawn(draw)
+        race(DISKS[name], dies, tmp_path / str(seed), loop=loop, shares_memory=draw.random() < 0.5)
 
 
 @sampled
@@ -128,10 +127,8 @@ def test_a_rank_dies_while_what_it_has_in_memory_is_copied(
 @pytest.mark.parametrize("name", DISKS)
 def test_a_host_dies_anywhere_with_its_disk(name: str, loop: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 3)):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
         dies, hosts = HostDiesAt.drawn(random.Random(f"{name} {loop} {seed}"))
-        race(DISKS[name], dies, folder, loop=loop, hosts=hosts)
+        race(DISKS[name], dies, tmp_path / str(seed), loop=loop, hosts=hosts)
 
 
 @thorough_only("test_a_host_dies_anywhere_with_its_disk has one such moment")
@@ -596,11 +593,11 @@ def test_versions_and_copies_cost_what_is_promised(name: str, hosts: str, tmp_pa
                 rank, size = engine.data_ranks
                 engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
             engine.state_dict()
-            engine._session.recovery.survival.await_copies()
+            inside.survival(engine).await_copies()
             specs = [flat.spec for flat in inside.flats(engine)]
             here = inside.sharded(engine).mesh.coordinate(world.rank)
             second = image_bytes(specs, 2, here).on_disk
-            return engine._session.recovery.copy_meter, engine.memory(), second, copy_bytes(specs, 2, hosts or "aaaa")
+            return inside.recovery(engine).copy_meter, engine.memory(), second, copy_bytes(specs, 2, hosts or "aaaa")
 
     for meter, report, second, promised in run_members(NUM_RANKS, work, tmp_path, hosts=hosts).values():
         assert report.image_bytes_on_disk == second + promised.kept_on_disk

@@ -34,6 +34,15 @@ class LoopAdds(Experts):
         return super().loss_of_call(module, x, y) + auxiliary_loss(module)
 
 
+def lose_one_of_four(
+    preset: str, fault: DiesBefore, folder: Path, task: Experts, mesh: dict[str, int], loop: str
+) -> None:
+    """Another one joins, so that four go on."""
+    sizes = race("ep", preset, fault, folder, task=task, mesh=mesh, loop=loop, num_newcomers=1, least=4)
+    assert fault.is_dead
+    assert {one[-1] for one in sizes.values()} == {4}
+
+
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "ep": 2}, {"ep": 4}], ids=["dp", "ep", "ep alone"])
@@ -42,10 +51,7 @@ class LoopAdds(Experts):
 def test_the_loop_adds_the_losses_of_routers(preset: str, loop: str, mesh: dict[str, int], tmp_path: Path) -> None:
     """Those of an iteration that is void, too. And routers send nothing in it."""
     task = LoopAdds(partial(WithoutLossOfRouters, balance_loss=0.1, z_loss=0.01))
-    fault = DiesBefore(2, 2, "all_reduce of verdict")
-    sizes = race("ep", preset, fault, tmp_path, task=task, mesh=mesh, loop=loop, num_newcomers=1, least=4)
-    assert fault.is_dead
-    assert {one[-1] for one in sizes.values()} == {4}
+    lose_one_of_four(preset, DiesBefore(2, 2, "all_reduce of verdict"), tmp_path, task, mesh, loop)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -59,10 +65,7 @@ def test_choices_that_are_not_in_a_bias_yet_are_not_lost(
     """Biases follow after two steps: the lost rank's choices count in them, and who joins between the two knows of
     those of the first."""
     task = Experts(partial(Mixture, **BIASED), every=2)
-    fault = DiesBefore(1, step, "gather of weighed mean")
-    sizes = race("ep", "zero1", fault, tmp_path, task=task, mesh=mesh, loop=loop, num_newcomers=1, least=4)
-    assert fault.is_dead
-    assert {one[-1] for one in sizes.values()} == {4}
+    lose_one_of_four("zero1", DiesBefore(1, step, "gather of weighed mean"), tmp_path, task, mesh, loop)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -160,6 +160,7 @@ def race(
 ) -> dict[int, int]:
     """Train on threads, some of which die as `plant` decides, or because they raise what they may `dies_of`. Returns
     the number of void iterations of each surviving member."""
+    folder.mkdir(exist_ok=True)
     plan = {**plan, "disk": str(folder / DISK)} if plan in DISKS.values() else plan
     model = net() if model is None else model
     clip, scheduled = plan.get("clip_grad_norm"), loop == "plain"
@@ -524,7 +525,7 @@ def test_the_record_says_how_many_go_on(lost: int, tmp_path: Path) -> None:
 
 def flip_a_bit(engine: sw.Engine, *, in_image: bool, in_live: bool = True) -> None:
     """Of the first master weights that this rank has; with `in_image` also of their copy, or of that alone."""
-    survival = engine._session.recovery.survival
+    survival = inside.survival(engine)
     survival.end_copies()
     flat, index = next(
         (flat, index)

@@ -15,6 +15,7 @@ from shardwise.elastic.session import ElasticSession
 from shardwise.errors import TurnedAwayError
 from shardwise.observe import read_record
 from shardwise.observe.record import RunRecord
+from tests import inside
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, sampled, varies
@@ -125,9 +126,9 @@ def test_a_rank_that_is_turned_away_leaves_the_record_to_the_others(tmp_path: Pa
         engine = sw.shard(own, {"preset": "zero2", "run": str(run)}, optimizer=adamw(own), world=world)
         for step in (0, 1):
             if member == 0 and step == 1:
-                assert isinstance(engine._session, ElasticSession)
+                assert isinstance(inside.session(engine), ElasticSession)
                 with pytest.raises(TurnedAwayError):
-                    engine._session.recovery.recover(TurnedAwayError("The others go on."))
+                    inside.recovery(engine).recover(TurnedAwayError("The others go on."))
                 engine.close()
                 raise Killed
             x, y = batches()[step]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import ledger_of_a_step, work_on_ranks
+from twins import ledger_of_a_step, params_of, resumed_params, work_on_ranks
 
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
@@ -178,10 +178,6 @@ def fed(engine: sw.Engine, steps: range, *, parts: int = 1) -> list[Any]:
     return norms
 
 
-def params_of(engine: sw.Engine) -> list[Tensor]:
-    return [engine.get(name).clone() for name, _ in engine.module.named_parameters()]
-
-
 @pytest.mark.parametrize(("name", "num_ranks"), [(name, num) for name in MAKE for num in (2, 3, 4)])
 def test_trains_like_the_papers_on_ranks(name: str, num_ranks: int) -> None:
     twin = small()
@@ -343,14 +339,7 @@ def resumed(
     folder: Path, num_ranks: int, until: int, *, saves_at: int | None = None, name: str = "lamb"
 ) -> list[Tensor]:
     def work(engine: sw.Engine) -> list[Tensor]:
-        loaded = engine.resume(folder)
-        start = 0 if loaded is None else loaded.step
-        if saves_at is not None:
-            fed(engine, range(start, saves_at))
-            engine.save(folder)
-            start = saves_at
-        fed(engine, range(start, until))
-        return params_of(engine)
+        return resumed_params(engine, folder, fed, until, saves_at)
 
     return work_on_ranks(num_ranks, work, "ddp", small, MAKE[name])[0]
 

@@ -22,7 +22,7 @@ from shardwise.program import Action
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.testing import run_ranks
 from tests import inside
-from tests.models import Transformer
+from tests.models import Chain, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -512,19 +512,6 @@ def test_a_closed_engine_lets_its_model_change() -> None:
     model.norm.weight = nn.Parameter(torch.ones(32))
 
 
-class Smooth(nn.Module):
-    """Twice differentiable, unlike fused attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def penalty(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     out = model(x).pow(2).mean()
@@ -533,7 +520,7 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_gradient_penalty_is_the_plain_ones(place: tuple[str, bool]) -> None:
-    start, x = Smooth(), torch.randn(4, 8)
+    start, x = Chain(3, torch.tanh), torch.randn(4, 8)  # twice differentiable, unlike fused attention
     twin = copy.deepcopy(start)
     plain = torch.optim.SGD(twin.parameters(), lr=0.5)
     for _ in range(3):

@@ -94,6 +94,13 @@ def looped(model: nn.Module, plan: dict[str, Any], data: list[tuple[Tensor, Tens
     return work_on_ranks(num_ranks, work, plan, model)
 
 
+def assert_loops_train_like(
+    twin: Run, model: nn.Module, plan: dict[str, Any], data: list[tuple[Tensor, Tensor]], loss_of: Loss = own
+) -> None:
+    for told in looped(model, plan, data, loss_of):
+        assert_alike(told, twin, rtol=1e-4, of_all=False)
+
+
 def plainly(model: nn.Module, data: list[tuple[Tensor, Tensor]], loss_of: Loss) -> Run:
     """The same in one process, on whole batches."""
 
@@ -128,8 +135,8 @@ def test_a_plain_loop(mesh: dict[str, int], preset: str, accumulate: int) -> Non
 @pytest.mark.parametrize("kind", LOSSES)
 def test_losses_that_loops_compute(kind: str, mesh: dict[str, int], preset: str) -> None:
     model, data = Decoder(), batches(NUM_STEPS, 10, lengths=(6, 5))
-    for told in looped(model, {"preset": preset, "mesh": mesh}, data, LOSSES[kind]):
-        assert_alike(told, plainly(model, data, LOSSES[kind]), rtol=1e-4, of_all=False)
+    twin = plainly(model, data, LOSSES[kind])
+    assert_loops_train_like(twin, model, {"preset": preset, "mesh": mesh}, data, LOSSES[kind])
 
 
 PLANS: list[dict[str, Any]] = [
@@ -153,8 +160,7 @@ def test_plans_of_loops_that_call_the_model(kind: str, changes: dict[str, Any]) 
     torch.manual_seed(0)
     model, data = Decoder(tied="pipeline" not in changes), batches(NUM_STEPS, 8)
     twin = plainly(model, data, loss_of)
-    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}, **changes}, data, loss_of):
-        assert_alike(told, twin, rtol=1e-4, of_all=False)
+    assert_loops_train_like(twin, model, {"preset": "zero1", "mesh": {"pp": 2}, **changes}, data, loss_of)
 
 
 def squares(model: Any) -> Tensor:
@@ -199,17 +205,15 @@ LISTED = [["tokens", "blocks.0", "scales"], ["blocks.1", "blocks.2", "blocks.3",
 @pytest.mark.parametrize("stages", ["auto", LISTED], ids=["auto", "listed"])
 def test_parameters_in_lists_and_dicts_are_used_between_stages(stages: Any) -> None:
     model, data = Scaled(), batches(NUM_STEPS, 8)
-    twin = unsplit(model, data)
-    for told in looped(model, {"preset": "zero3", "mesh": {"pp": 2}, "pipeline": {"stages": stages}}, data):
-        assert_alike(told, twin, rtol=1e-4, of_all=False)
+    plan = {"preset": "zero3", "mesh": {"pp": 2}, "pipeline": {"stages": stages}}
+    assert_loops_train_like(unsplit(model, data), model, plan, data)
 
 
 @sampled
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
 def test_batches_of_any_number_of_samples(rows: int) -> None:
     model, data = Decoder(), batches(NUM_STEPS, rows)
-    for told in looped(model, {"preset": "zero2", "mesh": {"pp": 2}}, data):
-        assert_alike(told, unsplit(model, data), rtol=1e-4, of_all=False)
+    assert_loops_train_like(unsplit(model, data), model, {"preset": "zero2", "mesh": {"pp": 2}}, data)
 
 
 @sampled
@@ -710,8 +714,7 @@ class SidewaysByChance(Sideways):
 
 def test_a_batch_of_a_model_that_puts_samples_elsewhere_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
     model, data = Sideways(), batches(NUM_STEPS, 24)  # parts of 6 samples would look like the 6 tokens
-    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data):
-        assert_alike(told, unsplit(model, data), rtol=1e-4, of_all=False)
+    assert_loops_train_like(unsplit(model, data), model, {"preset": "zero1", "mesh": {"pp": 2}}, data)
     assert "begins with another dimension: [6, " in caplog.text
 
 
@@ -747,8 +750,8 @@ def test_parametrized_weights_that_a_loop_caches() -> None:
             loss: Tensor = model(x, y) + model(y, x)
         return loss
 
-    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
-        assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
+    twin = plainly(model, data, loss_of)
+    assert_loops_train_like(twin, model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # make_dual calls it

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import adamw, ledger_of_a_step, work_on_ranks
+from twins import adamw, ledger_of_a_step, params_of, resumed_params, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlacementError
@@ -84,10 +84,6 @@ def fed(engine: sw.Engine, steps: range) -> None:
     for x in data(steps.stop)[steps.start :]:
         engine.backward(loss_of(engine, x.chunk(engine.world.size)[engine.world.rank]))
         engine.step()
-
-
-def params_of(engine: sw.Engine) -> list[Tensor]:
-    return [engine.get(name).clone() for name, _ in engine.module.named_parameters()]
 
 
 def fed_from(factors: dict[str, Tensor]) -> Callable[[sw.Engine], list[Tensor]]:
@@ -219,14 +215,7 @@ def test_changes_of_plan_begin_anew_with_the_next_step(other: str, until: int, s
 @pytest.mark.parametrize("saves_at", [START, START + 2])
 def test_resume_is_bit_exact_with_what_was_not_sent_yet(saves_at: int, tmp_path: Path) -> None:
     def work(engine: sw.Engine) -> list[Tensor]:
-        loaded = engine.resume(tmp_path)
-        start = 0 if loaded is None else loaded.step
-        if loaded is None:
-            fed(engine, range(saves_at))
-            engine.save(tmp_path)
-            start = saves_at
-        fed(engine, range(start, 7))
-        return params_of(engine)
+        return resumed_params(engine, tmp_path, fed, 7, saves_at)
 
     straight, again = (work_on_ranks(2, work, plan_of(), Small, sgd)[0] for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(straight, again, strict=True))

@@ -17,7 +17,7 @@ from twins import adamw, plan_of, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import published
-from shardwise.checkpoint.published import Published, Version, folder_of
+from shardwise.checkpoint.published import Published, Version, version_folder
 from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.errors import CheckpointError, ConfigError
 from tests import inside
@@ -63,7 +63,7 @@ def versions(folder: Path) -> set[int]:
 
 def publish(folder: Path, number: int, keep: int = 1) -> None:
     """As the job does, without weights."""
-    folder_of(folder, number).mkdir(parents=True)
+    version_folder(folder, number).mkdir(parents=True)
     Version(folder, number, keep).announce()
 
 
@@ -76,11 +76,11 @@ def test_what_a_reader_reads_or_uses_stays(tmp_path: Path) -> None:
             assert found.version == number - 1
         publish(tmp_path, number)
         if number == 3:
-            Published(1, folder_of(tmp_path, 1)).acknowledge("sampler-0")
+            Published(1, version_folder(tmp_path, 1)).acknowledge("sampler-0")
         expected = {0: {0}, 1: {1}, 2: {1, 2}, 3: {1, 3}}.get(number, {1, 3, number})
         assert versions(tmp_path) == expected
     assert sw.versions_in_use(tmp_path) == {"sampler-0": 1}, "it has not said that it uses version 3"
-    Published(3, folder_of(tmp_path, 3)).acknowledge("sampler-0")
+    Published(3, version_folder(tmp_path, 3)).acknowledge("sampler-0")
     publish(tmp_path, 7)
     assert versions(tmp_path) == {3, 7}
     assert sw.versions_in_use(tmp_path) == {"sampler-0": 3}

@@ -240,12 +240,12 @@ def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def work(engine: sw.Engine) -> int:
         train(engine)
         engine.save(tmp_path, wait=False)
-        memory = engine._state.saver._stage._memory.data_ptr()
+        memory = inside.saver(engine)._stage._memory.data_ptr()
         threading.Timer(0.2, slow.go.set).start()
         train(engine)
         engine.save(tmp_path, wait=False)
         assert slow.go.is_set()
-        assert engine._state.saver._stage._memory.data_ptr() == memory
+        assert inside.saver(engine)._stage._memory.data_ptr() == memory
         return 0
 
     on_ranks(2, work)  # the engine closes, and so waits for the second
@@ -313,9 +313,9 @@ def test_a_rank_that_never_finishes_is_named(tmp_path: Path) -> None:
 
     def work(engine: sw.Engine) -> None:
         train(engine)
-        engine._state.saver._timeout_seconds = 0.3
+        inside.saver(engine)._timeout_seconds = 0.3
         if engine.world.rank == 1:
-            engine._state.saver._write_behind = lambda *_: None  # type: ignore[method-assign]
+            inside.saver(engine)._write_behind = lambda *_: None
         engine.save(tmp_path, wait=False)
         with pytest.raises(
             CheckpointError, match="rank 1 has not finished its file, and the file has not grown for 300 ms"

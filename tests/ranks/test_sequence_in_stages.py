@@ -16,7 +16,7 @@ from twins import Run, assert_alike, at_once, ranks_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from tests.models import Gpt
+from tests.models import Chain, Gpt
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -146,17 +146,6 @@ def test_micro_batches_have_documents_of_their_own(mesh: dict[str, int], attenti
         assert_alike(run, twin)
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_stages_none_of_which_has_attention_are_told() -> None:
 
     plan = {"preset": "zero1", "mesh": {"pp": 2, "sp": 2}, "accumulate": 2}
@@ -165,5 +154,5 @@ def test_stages_none_of_which_has_attention_are_told() -> None:
         part = engine.split_sequence(torch.ones(2, 4, 8))
         engine.forward_backward(part, loss_fn=lambda out: out.square().mean())
 
-    with pytest.raises(ModelError, match=r"Plain computed a forward without any attention that could be split"):
-        work_on_ranks(4, work, plan, Plain, None)
+    with pytest.raises(ModelError, match=r"Chain computed a forward without any attention that could be split"):
+        work_on_ranks(4, work, plan, Chain(4), None)

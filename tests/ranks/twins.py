@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,6 +398,26 @@ def course_of(engine: sw.Engine, data: Iterable[Tensor], loss_of: Callable[[int,
 def mean_losses(courses: Sequence[Course]) -> list[float]:
     """The losses of each step, averaged over the ranks."""
     return [sum(losses) / len(courses) for losses in zip(*(course.losses for course in courses), strict=True)]
+
+
+def params_of(engine: sw.Engine) -> list[Tensor]:
+    """Copies of all parameters, whole. All ranks call."""
+    return [engine.get(name).clone() for name, _ in engine.module.named_parameters()]
+
+
+def resumed_params(
+    engine: sw.Engine, folder: Path, feed: Callable[[sw.Engine, range], object], until: int, saves_at: int | None
+) -> list[Tensor]:
+    """The parameters after step `until`, from the checkpoint in `folder` on; where there is none, one is saved after
+    `saves_at` steps. `feed` takes the steps of a range."""
+    loaded = engine.resume(folder)
+    start = 0 if loaded is None else loaded.step
+    if loaded is None and saves_at is not None:
+        feed(engine, range(saves_at))
+        engine.save(folder)
+        start = saves_at
+    feed(engine, range(start, until))
+    return params_of(engine)
 
 
 def full_params(engine: sw.Engine) -> dict[str, Tensor]:

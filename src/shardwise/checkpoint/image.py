@@ -8,7 +8,7 @@ that holds all bytes twice, cannot write in slices, and cannot take checksums on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,6 +128,14 @@ class Image:
                     there.copy_(here)
                 else:
                     rows.read(here, there)
+
+    def windows(self, stage: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> Iterator[memoryview]:
+        """The file in order. `read`, with the arguments of `Image.read`, fills two windows of `stage` in turn."""
+        for number, start in enumerate(range(0, self.padded_bytes, WINDOW)):
+            at = number % 2 * WINDOW
+            window = stage[at : at + min(WINDOW, self.padded_bytes - start)]
+            read(start, window)
+            yield memoryview(window.numpy().data)
 
 
 def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Image:

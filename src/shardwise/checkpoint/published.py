@@ -44,7 +44,7 @@ _DRAFTS = ".writing-version-*", ".replaced-version-*"
 _POLL_SECONDS = 0.2
 
 
-def folder_of(folder: Path, version: int) -> Path:
+def version_folder(folder: Path, version: int) -> Path:
     return folder / f"version-{version:08d}"
 
 
@@ -70,10 +70,10 @@ class Published:
         `model.load_state_dict(found.tensors(), assign=True)` makes a model of them. Whoever writes to a tensor gets a
         copy of the page. They stay when the version is deleted. Raises `CheckpointError` for damaged files.
         """
-        return tensors_in(self.path)
+        return mapped_tensors(self.path)
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
+def mapped_tensors(folder: Path) -> dict[str, Tensor]:
     """Those of its safetensors files, mapped into memory; see `Published.tensors`."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -197,7 +197,7 @@ class Version:
 
     @property
     def path(self) -> Path:
-        return folder_of(self.folder, self.number)
+        return version_folder(self.folder, self.number)
 
     @property
     def is_out(self) -> bool:
@@ -248,7 +248,7 @@ class Version:
         kept += [number for told in _readers(self.folder).values() for number in told.values()]
         for number in there:
             if number not in kept:
-                shutil.rmtree(folder_of(self.folder, number), ignore_errors=True)
+                shutil.rmtree(version_folder(self.folder, number), ignore_errors=True)
 
 
 def _tidy(folder: Path) -> None:

@@ -162,13 +162,13 @@ class _OnDisk:
             rows.keep_for(event)
 
     def windows(self, image: Image, stage: torch.Tensor) -> Iterator[memoryview]:
-        """`image`, through two windows of `stage` in turn."""
-        for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
-            at = number % 2 * WINDOW
-            window = stage[at : at + min(WINDOW, image.padded_bytes - start)]
+        """`image`, through `stage`."""
+
+        def read(start: int, window: torch.Tensor) -> None:
             image.read(start, window)
             self._release(start + WINDOW)
-            yield memoryview(window.numpy().data)
+
+        return image.windows(stage, read)
 
     def release_all(self) -> None:
         for event in self._are_read.values():

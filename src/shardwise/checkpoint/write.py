@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.image import WINDOW, Image, Sums
+from shardwise.checkpoint.image import Image, Sums
 from shardwise.errors import NO_SPACE, said_by
 from shardwise.system.devices import Event, RankDevice, Stream
 from shardwise.system.disk import open_direct, write_at
@@ -64,13 +64,13 @@ class Copying:
 
 
 def live(image: Image, stage: torch.Tensor, copying: Copying) -> Iterator[memoryview]:
-    """An image read from live tensors, window by window, through two windows of host memory in turn."""
-    for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
-        at = number % 2 * WINDOW
-        window = stage[at : at + min(WINDOW, image.padded_bytes - start)]
+    """An image read from live tensors, window by window, through `stage` in host memory."""
+
+    def read(start: int, window: torch.Tensor) -> None:
         with copying.under_way():
             image.read(start, window)
-        yield memoryview(window.numpy().data)
+
+    return image.windows(stage, read)
 
 
 class Feed(threading.Thread):

@@ -224,9 +224,9 @@ class Copies:
         folder: Path | None,
         names: Sequence[str],
         meter: CopyMeter,
-        disk: DiskMemory | None = None,
+        disk: DiskMemory | None,
         *,
-        waiting_bytes: int = 0,
+        waiting_bytes: int,
     ) -> None:
         """`names` are the file names, by rank; without a `folder`, copies are in this process's own memory. What ranks
         have on disks is copied to `disk`. `waiting_bytes`: see `ImagePlace`."""

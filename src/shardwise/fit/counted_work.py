@@ -59,6 +59,7 @@ class CountedOperations(UncompiledMode):
         self._registry = flop_registry
         self._resting = {storage_id(one.untyped_storage()) for one in resting if one.layout is torch.strided}
         self._known: dict[Operation, Operation] = {}
+        self.is_paused = False
         self.operations: list[Operation] = []
         self.recomputed: list[Operation] = []
         self.weights: list[Operation] = []
@@ -67,6 +68,8 @@ class CountedOperations(UncompiledMode):
         if asks_device(func, args):
             return args[0].device
         result = func(*args, **(kwargs or {}))
+        if self.is_paused:
+            return result
         if not is_free(func):
             self._count(func, args, kwargs or {}, result)
         elif _name(func) in _ALLOCATING and isinstance(result, torch.Tensor) and result.numel():
@@ -117,6 +120,16 @@ class CountedWork:
         self.worked = []
         with CountedOperations(resting) as self._counting:
             yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, what is computed does not count: training computes it in its first step alone."""
+        assert self._counting is not None
+        self._counting.is_paused = True
+        try:
+            yield
+        finally:
+            self._counting.is_paused = False
 
     def note_moment(self, moment: Moment) -> None:
         if self._counting is not None:

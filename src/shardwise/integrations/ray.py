@@ -7,7 +7,7 @@ checkpoint directly into the storage of the run, and the checkpoint is reported 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,15 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 from ray.train.v2.api.report_config import CheckpointUploadMode
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
@@ -62,6 +70,9 @@ def prepare_data_loader(engine: sw.Engine, loader: DataLoader[Any], **settings: 
 
     A loader of an iterable dataset, or with a `DistributedSampler`, keeps its samples. `settings` are Ray's
     (`move_to_device`, `auto_transfer`). If it shuffles, call `loader.sampler.set_epoch(epoch)` before each epoch.
+
+    Raises `ConfigError` for a loader that makes its own batches, or whose sampler chooses samples in another way than
+    each once, in order or shuffled: Ray's would replace it without a word.
     """
     place, count = engine.data_ranks
     is_dealt = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
@@ -71,6 +82,12 @@ def prepare_data_loader(engine: sw.Engine, loader: DataLoader[Any], **settings: 
                 "The loader makes its own batches (batch_size=None or a batch_sampler), so they cannot be distributed "
                 "here. Distribute them yourself by engine.data_ranks, which is (index, number of shards), and leave "
                 "this call out."
+            )
+        if not _takes_each_once(loader.sampler):
+            raise ConfigError(
+                f"The loader's {type(loader.sampler).__name__} chooses samples by itself, and would be replaced by one "
+                f"that deals each of them once. Let it choose those of one shard, by engine.data_ranks, which is "
+                f"(index, number of shards), and leave this call out."
             )
         is_shuffled = not isinstance(loader.sampler, SequentialSampler)
         sampler = DistributedSampler(loader.dataset, count, place, shuffle=is_shuffled, drop_last=loader.drop_last)  # type: ignore[var-annotated]
@@ -120,6 +137,13 @@ def resume(engine: sw.Engine) -> dict[str, Any] | None:
             f"its weights into the model before you call shard()."
         )
     return dict(found.state)
+
+
+def _takes_each_once(sampler: Sampler[Any] | Iterable[Any]) -> bool:
+    """Whether it is one that torch gives a loader for `shuffle=False` or `True`, or does the same."""
+    if type(sampler) is not RandomSampler:
+        return type(sampler) is SequentialSampler
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def _size() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from shardwise.checkpoint.published import tensors_in
+from shardwise.checkpoint.published import mapped_tensors
 
 
 @dataclass
@@ -39,7 +39,7 @@ class PublishedWeightsEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FolderInfo) -> None:
-        self.model.load_weights(tensors_in(Path(update_info.path)).items())
+        self.model.load_weights(mapped_tensors(Path(update_info.path)).items())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -88,7 +88,7 @@ class DiskMemory:
         device: RankDevice | None = None,
         queue: IoQueue | None = None,
         *,
-        job: str | None = None,
+        job: str | None,
         named: str | None = None,
         clock: StepClock | None = None,
         keeps_versions: bool = False,

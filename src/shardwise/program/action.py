@@ -216,3 +216,11 @@ Program = tuple[Block, ...]
 def actions_of(program: Iterable[Block]) -> Iterator[Action]:
     """All actions of a program, in order."""
     return (action for block in program for action in block.actions)
+
+
+def by_flat(actions: Iterable[Action]) -> dict[str, list[Action]]:
+    """Actions by their flat buffer, in order."""
+    found: dict[str, list[Action]] = {}
+    for action in actions:
+        found.setdefault(action.flat, []).append(action)
+    return found

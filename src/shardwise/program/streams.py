@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import ProgramError
-from shardwise.program.action import AFTER_STEP, ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
+from shardwise.program.action import AFTER_STEP, ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program, by_flat
 from shardwise.program.effects import Buffer
 from shardwise.program.low_rank import FACTORING, MESSAGE_OF_GRADIENTS
 from shardwise.program.spec import UnitSpec
@@ -63,7 +63,7 @@ def pipelined_step(step: Program) -> Program:
             blocks.append(Block(block.moment, (*drained, *pipelined(block.actions))))
             continue
         actions = [action for action in block.actions if action.effect.awaited is None]
-        moving = _by_flat(action for action in block.actions if action.effect.awaited is not None)
+        moving = by_flat(action for action in block.actions if action.effect.awaited is not None)
         begun = [_Chain(deque(steps)) for steps in moving.values()]
         for chain in (*begun, *pending):
             actions += chain.advance()
@@ -81,13 +81,6 @@ def awaited_later(step: Program, units: Iterable[UnitSpec]) -> Program:
         return not (block.moment == AFTER_STEP and is_last_wait and action.flat in behind)
 
     return tuple(Block(block.moment, tuple(one for one in block.actions if stays(block, one))) for block in step)
-
-
-def _by_flat(actions: Iterable[Action]) -> dict[str, list[Action]]:
-    found: dict[str, list[Action]] = {}
-    for action in actions:
-        found.setdefault(action.flat, []).append(action)
-    return found
 
 
 def _with_waits(actions: tuple[Action, ...]) -> list[tuple[Action, Action | None]]:
@@ -263,7 +256,7 @@ def _beside_codes(pending: Mapping[str, _Chain]) -> set[str]:
 def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:
     if not any(action.subject == "grad" for action in actions):
         return {}
-    return {flat: _Chain(deque(steps)) for flat, steps in _by_flat(a for a in actions if a.subject == "grad").items()}
+    return {flat: _Chain(deque(steps)) for flat, steps in by_flat(a for a in actions if a.subject == "grad").items()}
 
 
 def _drained(chains: Sequence[_Chain]) -> list[Action]:

@@ -42,7 +42,7 @@ OWN_KEYS = {
 """DeepSpeed's own keys in a model file; the rest is `client_state`, `lr_scheduler` and `global_samples`."""
 
 
-def folder_of(path: Path) -> Path | None:
+def tagged_folder(path: Path) -> Path | None:
     """The folder with the files of a DeepSpeed checkpoint at `path`: itself, or the one that `latest` names."""
     for pointer in ("latest", "latest_universal"):
         if (path / pointer).exists():
@@ -54,7 +54,7 @@ def folder_of(path: Path) -> Path | None:
 
 def open_deepspeed(path: Path) -> Source:
     """The checkpoint at `path`; the newest one, if `path` was given to `save_checkpoint`."""
-    folder = folder_of(path)
+    folder = tagged_folder(path)
     if folder is None:
         raise CheckpointError(f"{path} is not a DeepSpeed checkpoint: it has no {MODEL_FILES}.")
     _refuse_split_models(folder)

@@ -56,7 +56,7 @@ def _form_of(path: Path) -> str:
         return ours.FORM
     if dcp.is_dcp(path):
         return dcp.FORM
-    if deepspeed.folder_of(path) is not None:
+    if deepspeed.tagged_folder(path) is not None:
         return deepspeed.FORM
     if hf.is_hf(path):
         return hf.FORM
@@ -79,7 +79,7 @@ def refuse_others(path: Path) -> None:
 
 
 def _refuse_other(path: Path, why: str) -> None:
-    for form, is_there in ((dcp.FORM, dcp.is_dcp), (deepspeed.FORM, deepspeed.folder_of), (hf.FORM, hf.is_hf)):
+    for form, is_there in ((dcp.FORM, dcp.is_dcp), (deepspeed.FORM, deepspeed.tagged_folder), (hf.FORM, hf.is_hf)):
         if path.is_dir() and is_there(path):
             raise CheckpointError(
                 f"{path} is {FORMS[form]}, {why}. Convert it once, and resume from the result: shardwise convert "

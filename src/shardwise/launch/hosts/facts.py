@@ -55,7 +55,7 @@ def kind_by_files() -> str | None:
     return next((kind for path, kind in _DEVICE_FILES.items() if os.path.exists(path)), None)
 
 
-def own_address(env: Mapping[str, str]) -> str:
+def ssh_address(env: Mapping[str, str]) -> str:
     """The address of this host to which ssh connected; `""` if ssh did not start this process."""
     words = env.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else ""

@@ -51,7 +51,7 @@ class HostAgent(HostServer):
 
     def _do_listen(self, address: str, port: int | None) -> None:
         """Open the store's port, only at the address by which other hosts reach this one."""
-        here = address or facts.own_address(os.environ)
+        here = address or facts.ssh_address(os.environ)
         if not here:
             raise LaunchError("its address is not known, since SSH_CONNECTION is not set; give it with --master-addr")
         self._listener = listen(port, here)

@@ -88,7 +88,7 @@ class MemberAgent(HostServer):
         self.silence_seconds, self._beat_at = max(1.0, silence_seconds), 0.0
         problem = "" if hasattr(os, "pidfd_open") else "its system has no pidfd, which tells when a process ends"
         launcher = os.environ.get("SSH_CONNECTION", "").split()
-        address = facts.own_address(os.environ)
+        address = facts.ssh_address(os.environ)
         if address and self._listener is None:
             self._listener = listen(None, address)
         port = 0 if self._listener is None else int(self._listener.getsockname()[1])

@@ -104,7 +104,7 @@ class HostServer:
     def _network(self, num_hosts: int) -> dict[str, str]:
         """The interface for gloo: the one used by ssh, or by this host to reach the store. By default gloo takes the
         one of this host's name, which may be loopback."""
-        address = facts.own_address(os.environ) or self._address
+        address = facts.ssh_address(os.environ) or self._address
         interface = facts.interface_of(address) if num_hosts > 1 else ""
         return {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.comm import BatchCheck, Line, World, link_between
 from shardwise.errors import StateError, some
-from shardwise.parallel.pipeline.sends import Channel, as_sent, most_under_way
+from shardwise.parallel.pipeline.sends import Channel, most_under_way, sendable
 from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout, few_micro_batches, hooks_of_users
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing, StagedModel
@@ -166,8 +166,13 @@ class Pipeline:
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
         self._last_stage = len(self.layout.stages) - 1
-        host = world.collectives(torch.device("cpu"))
-        most = most_under_way(self.layout.num_ranks)
+        channel = partial(
+            Channel,
+            collectives=self._collectives,
+            host=world.collectives(torch.device("cpu")),
+            device=device,
+            most_under_way=most_under_way(self.layout.num_ranks),
+        )
         self.forward_to: dict[int, Channel] = {}
         """By stage of this rank: where it sends its outputs, and whence its inputs come (`forward_from`)."""
         self.forward_from: dict[int, Channel] = {}
@@ -178,11 +183,11 @@ class Pipeline:
             up = link_between(AXIS, lower, upper, world.rank, f"{stage}>{stage + 1}")
             down = link_between(AXIS, upper, lower, world.rank, f"{stage + 1}>{stage}")
             if world.rank == lower:
-                self.forward_to[stage] = Channel(up, "activation", self._collectives, host, device, most)
-                self._backward_from[stage] = Channel(down, "gradient", self._collectives, host, device, most)
+                self.forward_to[stage] = channel(up, "activation")
+                self._backward_from[stage] = channel(down, "gradient")
             if world.rank == upper:
-                self.forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
-                self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
+                self.forward_from[stage + 1] = channel(up, "activation")
+                self._backward_to[stage + 1] = channel(down, "gradient")
 
     def drawing(self) -> AbstractContextManager[None]:
         """A context for forwards. Stages differ in how many random numbers they draw in training, and draw their own;
@@ -576,7 +581,7 @@ class Pipeline:
         root = self._line.ranks[place]
         for tensor in tensors:
             if tensor.numel():
-                sent = as_sent(tensor.detach().contiguous().view(-1))
+                sent = sendable(tensor.detach().contiguous().view(-1))
                 self._collectives.broadcast(sent, root, self._line, "outputs").wait()
         return list(tensors)
 

@@ -10,8 +10,8 @@ different, so that the gradient of a penalty on them is not zero by chance. Wher
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -64,6 +64,8 @@ class Placeholders:
     ) -> None:
         self.dependence: Dependence | None = None
         """Follows what is computed from stand-ins, in a forward that is watched."""
+        self.remaking: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered where a watched forward makes a stand-in, to follow it by itself, that others have by then."""
         self._stage = stage
         self._pieces = pieces
         self._first = first
@@ -212,7 +214,7 @@ class Placeholders:
             shape[-2] *= self._sequence_parts  # masks are made for whole sequences
         gets_grads = any(tensor.requires_grad for tensor in self._arrived.tensors)
         needs_grad = gets_grads and layout.dtype.is_floating_point
-        with torch.set_grad_enabled(needs_grad):
+        with nullcontext() if known is None else self.remaking(), torch.set_grad_enabled(needs_grad):
             made = _varied(shape, layout.dtype, device, needs_grad=needs_grad)
         if needs_grad:  # reentrant checkpointing asks its arguments, and runs modules without gradients itself
             self._guard(made, str(result))

@@ -115,7 +115,7 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor], micro_batch: int) -> None:
         for tensor in tensors:
-            sent = as_sent(tensor.detach().contiguous().view(-1))
+            sent = sendable(tensor.detach().contiguous().view(-1))
             if sent.numel():
                 work = self._collectives.send(sent, self._link, f"{self._kind} {micro_batch}")
                 self._keep(_Outgoing(sent, work, micro_batch))
@@ -125,7 +125,7 @@ class Channel:
         if micro_batch not in self._incoming:
             tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
             works = [
-                self._collectives.receive(as_sent(tensor.view(-1)), self._link, f"{self._kind} {micro_batch}")
+                self._collectives.receive(sendable(tensor.view(-1)), self._link, f"{self._kind} {micro_batch}")
                 for tensor in tensors
                 if tensor.numel()
             ]
@@ -174,7 +174,7 @@ class Channel:
             self._in_flight.popleft().work.wait()
 
 
-def as_sent(flat: Tensor) -> Tensor:
+def sendable(flat: Tensor) -> Tensor:
     """The bytes of integers and booleans, which not every transport can send as such."""
     return flat if flat.is_floating_point() else flat.view(torch.uint8)
 

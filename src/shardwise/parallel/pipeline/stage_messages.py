@@ -90,8 +90,8 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class StageMessageLayout:
-    """The layout of a parcel: `arguments` has, for each tensor among the arguments of the next stage's first module,
-    its number in the parcel, or -1 if that stage computes it, and `results` the numbers of carried results. `returned`
+    """The layout of a message: `arguments` has, for each tensor among the arguments of the next stage's first module,
+    its number in the message, or -1 if that stage computes it, and `results` the numbers of carried results. `returned`
     has, by module and call, what earlier modules have returned (see `described`). `varies`: whether other micro-batches
     of its kind may have other shapes."""
 

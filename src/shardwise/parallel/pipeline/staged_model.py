@@ -17,7 +17,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, NoReturn, Protocol
@@ -486,9 +486,11 @@ class StagedModel:
         is_backward: bool = False,
         called: nn.Module | None = None,
         span: Span | None = None,
+        remaking: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[None]:
         """A context in which forwards of the model, or of `called`, and recomputations of them in a backward, run
-        `stage`, or only the modules `span` of it. If it is watched, what follows may ask `require_own`."""
+        `stage`, or only the modules `span` of it. If it is watched, what follows may ask `require_own`; `remaking`: see
+        `Placeholders`."""
         first, last = self.span_of(stage) if span is None else span
         parts = self._sequence_parts.get(stage, 1) if first == self._firsts[stage] else 1  # the last block joins them
         why = passing.carried.why_unknown
@@ -498,6 +500,7 @@ class StagedModel:
         is_asked = passing.known is None and last + 1 < len(self._names)
         notes_returns = is_asked or is_watched or bool(passing.carried.readers) or passing.wanted is not None
         has_received = arrived is not None and bool(arrived.tensors)
+        stand_ins.remaking = remaking
         now = _Running(
             called, stage, first, last, arrived, has_received, stand_ins, passing, notes_returns, is_backward
         )

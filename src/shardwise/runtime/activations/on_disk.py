@@ -244,7 +244,7 @@ class _OnDisk:
 class RehearsedDiskStore(RehearsedStore):
     """Stores nothing, and counts files, and pages on the host: see [Note: pages beside a disk]."""
 
-    def __init__(self, moved: Moved | None = None) -> None:
+    def __init__(self, moved: Moved | None) -> None:
         super().__init__(moved)
         self.behind = WriteBehind()
         self.staging_bytes = self.peak_staging_bytes = 0

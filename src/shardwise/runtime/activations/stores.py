@@ -130,7 +130,7 @@ class _OnHost:
 class RehearsedStore:
     """Stores nothing, and counts bytes as if it did. `moved` is told of every copy: `evict` or `fetch`, and bytes."""
 
-    def __init__(self, moved: Moved | None = None) -> None:
+    def __init__(self, moved: Moved | None) -> None:
         self.num_bytes = self.peak_bytes = 0
         self.heap_bytes = self.peak_heap_bytes = 0
         """Those of them that lie in the heap of the process, on a CPU."""

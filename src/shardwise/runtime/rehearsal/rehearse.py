@@ -371,7 +371,7 @@ def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class _Listener:
     """Listens to the hooks of the copied model, as the runner does in training, and records moments."""
 
-    def __init__(self, twin: Twin, on_cpu: bool, watch: Watch | None = None) -> None:
+    def __init__(self, twin: Twin, on_cpu: bool, watch: Watch | None) -> None:
         self._twin, self._on_cpu, self._watch = twin, on_cpu, watch
         self._resting = twin.resting
         self._hooks = Hooks(twin.model, twin.units, self, Halves())

@@ -45,7 +45,7 @@ class Owner:
         gradients: Gradients,
         before_change: Callable[[], None],
         weights_outside: Mapping[str, float],
-        stage: StageNames | None = None,
+        stage: StageNames | None,
     ) -> None:
         """`weights_outside`: how often gradients of these parameters count that do not come through the model, if not
         once; see [Note: terms outside of the model] in `use.py`. `stage`: the parameters, if others are on other

@@ -24,8 +24,8 @@ _LARGE_PAGE_BYTES = 2**21
 class Stage:
     """Host memory that grows as needed and is kept. It is page-aligned, and pinned if a device copies into it."""
 
-    def __init__(self, device: RankDevice | None = None) -> None:
-        """With `device`, the memory is pinned for copies from it."""
+    def __init__(self, device: RankDevice | None) -> None:
+        """With a `device`, the memory is pinned for copies from it."""
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
