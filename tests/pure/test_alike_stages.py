@@ -14,9 +14,10 @@ from shardwise.fit.alike_stages import StageKinds
 from shardwise.fit.few_blocks import FewBlocks
 from shardwise.fit.foreseen import Counted, WithBlocks, parts_of
 from shardwise.fit.stage_rehearsal import StageRecord, StageRehearsal
+from shardwise.parallel.pipeline import WeightGrads
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from tests.models import Decoder
+from tests.models import Decoder, Stack
 from tests.thorough import sampled
 
 NUM_BLOCKS = 6
@@ -164,31 +165,56 @@ def in_a_row(num_stages: int, of_each: int = 1) -> tuple[list[list[str]], int]:
     return [["tokens", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "head"]], num_stages * of_each + 2
 
 
+def asides(model: nn.Module, policy: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """By stage: the bytes that a first half of a backward is counted to keep."""
+    record, found = StageRehearsal.record, dict[int, int]()
+
+    def noted(self: StageRehearsal, stage: int) -> StageRecord:
+        made = record(self, stage)
+        found[stage] = made.aside
+        return made
+
+    values = {**CASES["zb-h1"], "activations": {"policy": policy}}
+    values["pipeline"] = {**values["pipeline"], "stages": STAGES}
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRehearsal, "record", noted)
+        counted(model, values, monkeypatch, of_few=False, on_cpu=False)
+    return [found[stage] for stage in sorted(found)]
+
+
 def test_what_a_first_half_keeps_does_not_depend_on_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs and output gradients of linear layers. What a backward computes again is there once, and where the forward
     has freed an input, another one must not be taken for it."""
-    record = StageRehearsal.record
-
-    def asides(policy: str) -> list[int]:
-        found = dict[int, int]()
-
-        def noted(self: StageRehearsal, stage: int) -> StageRecord:
-            made = record(self, stage)
-            found[stage] = made.aside
-            return made
-
-        values = {**CASES["zb-h1"], "activations": {"policy": policy}}
-        values["pipeline"] = {**values["pipeline"], "stages": STAGES}
-        with monkeypatch.context() as patch:
-            patch.setattr(StageRehearsal, "record", noted)
-            counted(on_meta(Decoder), values, monkeypatch, of_few=False, on_cpu=False)
-        return [found[stage] for stage in sorted(found)]
-
-    kept = asides("keep")
+    kept = asides(on_meta(Decoder), "keep", monkeypatch)
     assert min(kept) > 0
     assert kept[1] == kept[2] == kept[3]
     for policy in ("selective", "recompute"):
-        assert asides(policy) == kept, policy
+        assert asides(on_meta(Decoder), policy, monkeypatch) == kept, policy
+
+
+@pytest.mark.parametrize("frozen", [(), ("qkv",), ("up", "down"), ("qkv", "out", "up", "down")])
+def test_a_first_half_keeps_nothing_of_frozen_layers(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under LoRA, whose frozen layers are most of a model: what it keeps of a block is what is put aside there."""
+
+    def freeze(block: nn.Module) -> nn.Module:
+        for name in frozen:
+            block.get_submodule(name).requires_grad_(False)
+        return block
+
+    block = freeze(Stack(1).blocks[0])
+    deferred = WeightGrads([block])
+    deferred.attach()
+    output = block(torch.zeros(2, 6, 32, requires_grad=True))
+    with deferred.put_aside() as aside:
+        output.sum().backward()
+    inputs = {one.inputs.data_ptr(): one.inputs.nbytes for one in aside}
+    kept = sum(inputs.values()) + sum(one.gradient.nbytes for one in aside)
+    others = (param for param in block.parameters() if param.requires_grad and param not in deferred.params)
+    model = on_meta(Decoder)
+    freeze(model.blocks[3])  # type: ignore[index]  # a list
+    found = asides(model, "keep", monkeypatch)
+    assert found[2] == (kept + sum(param.nbytes for param in others) if aside else 0)
+    assert found[1] == asides(on_meta(Decoder), "keep", monkeypatch)[1]
 
 
 @sampled

@@ -346,11 +346,13 @@ class _Held:
         return sum(num_bytes for _, num_bytes in self._linear.values()) + self._num_gradients
 
     def watch(self, staged: StagedModel, stage: int) -> None:
-        """Count inputs of the linear layers of `stage`, each tensor once, and their outputs; of what a backward
-        computes again only what no forward has counted (reentrant checkpoints compute without gradients there)."""
+        """Count inputs of the linear layers of `stage` whose weights are trained, each tensor once, and their outputs;
+        of what a backward computes again only what no forward has counted (reentrant checkpoints compute without
+        gradients there)."""
 
         def count(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not (torch.is_grad_enabled() and args) or (in_backward() and id(layer) in self._counted):
+            is_deferred = torch.is_grad_enabled() and layer.weight.requires_grad
+            if not (is_deferred and args) or (in_backward() and id(layer) in self._counted):
                 return
             if not in_backward():
                 self._counted.add(id(layer))

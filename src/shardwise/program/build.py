@@ -32,6 +32,8 @@ from shardwise.program.spec import FlatSpec, Trace, UnitSpec
 Actions = tuple[Action, ...]
 _IN_PLACE = ("all_reduce", "project", "restore")
 """Sums that leave as many elements as they read."""
+_REDUCTION = "reduction"
+"""The key of `reduce_due` among the paths of a flat buffer."""
 
 
 def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True, reduces: bool = True) -> Program:
@@ -204,6 +206,13 @@ def reductions_due(unit: UnitSpec, *, is_last: bool) -> Actions:
 
 def reduce_due(flat: FlatSpec) -> Actions:
     """From what a backward leaves to where gradients wait. Nothing, if they wait as they come."""
+    due = flat.paths.get(_REDUCTION)
+    if due is None:
+        due = flat.paths[_REDUCTION] = _reduction(flat)
+    return due
+
+
+def _reduction(flat: FlatSpec) -> Actions:
     if flat.factored and flat.table.low_rank is not None and flat.table.low_rank.has_begun:
         return _as_factors(flat)
     path = _actions_between(flat, "grad", flat.fresh, flat.table.grad)

@@ -11,7 +11,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Place, Span, Table, Tier, wider
 from shardwise.plan.replica_groups import is_lone, shrinking_axes
 from shardwise.program.action import Action, Moment
-from shardwise.program.effects import Buffer, Subject
+from shardwise.program.effects import Buffer
 from shardwise.program.update import PlacedUpdate
 
 Trace = tuple[Moment, ...]
@@ -59,8 +59,9 @@ class FlatSpec:
         return Layout.of(self.numel, self.table.order, self.mesh)
 
     @cached_property
-    def paths(self) -> dict[tuple[Subject, Place, Place], tuple[Action, ...]]:
-        """The actions between two places that `build.py` has found: a schedule has them for every micro-batch."""
+    def paths(self) -> dict[object, tuple[Action, ...]]:
+        """The actions that `build.py` has found, such as those between two places: a schedule has them for every
+        micro-batch."""
         return {}
 
     @cached_property

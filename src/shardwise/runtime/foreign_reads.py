@@ -79,6 +79,9 @@ class Reach(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        return self._watched(func, args, kwargs or {})
+
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if asks_device(func, args):
             return args[0].device
         if self._hear_collective is not None and "c10d" in func.namespace and not self._is_paused:
@@ -87,8 +90,8 @@ class Reach(TorchDispatchMode):
             with self.paused():
                 self._gather(unit)
         if not self._is_paused and may_write(func._schema):
-            self._require_unchanged(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            self._require_unchanged(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _require_unchanged(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if `func` writes to a parameter. This sees even writes to `param.data`."""
@@ -116,7 +119,17 @@ class Writes(Reach):
 
 
 class RehearsedReach(Reach, UncompiledMode):
-    """The same for a rehearsal, which nothing compiles."""
+    """The same for a rehearsal, which nothing compiles. What a class inherits stays as torch has wrapped it in the one
+    that defines it, so this has its own."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._watched(func, args, kwargs or {})
 
 
 class Callers:
