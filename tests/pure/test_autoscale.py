@@ -211,12 +211,13 @@ def test_ranks_that_slow_the_others_down_are_given_back_and_not_asked_for_again_
     _never_slower_for_long(job)
 
 
-def test_gain_without_a_prediction_grows_host_by_host_while_each_does_its_share() -> None:
+def test_gain_without_a_prediction_grows_by_what_fewer_ranks_have_shown_and_tries_the_next_one() -> None:
     speed = amdahl(0.05)  # 8 ranks: 74 %, 12: 65 %
     job = Cluster(Gain(0.7), Sizes(1, 64, 1), speed).run(3000)
     assert job.size == 9
     assert speed(9) / 9 >= 0.7 > speed(10) / 10
     assert any(f"each of 10 ranks is only {speed(10) / 10:.0%} as fast as one alone" in why for _, _, why in job.asked)
+    assert job.wishes == [2, 4, 8, 9, 10, 9]
 
 
 def test_gain_with_a_prediction_does_not_try_what_is_not_worth_it() -> None:
@@ -303,23 +304,45 @@ def test_whatever_is_admitted_sizes_are_possible_ones_and_no_growth_that_slows_i
 def test_a_quota_that_swings_is_not_followed_with_each_swing(
     seconds: int, all_or_nothing: bool, begins_high: bool, policy: Policy
 ) -> None:
-    """For four hours it is 12 and 32 in turns. The ranks that trained are asked for, and come with each swing. Where a
-    request is admitted as a whole or not at all, or what is missing was never there in part, fewer have to be asked for
-    while it is low for long, and with each swing more rarely."""
+    """For four hours it is 12 and 32 in turns. The ranks that trained are asked for, and come with each swing."""
     trace = [(float(at), 32 if (at // seconds + begins_high) % 2 else 12) for at in range(0, 4 * 3600, seconds)]
     job = Cluster(policy, Sizes(4, 64, 4), amdahl(0.01), trace, all_or_nothing=all_or_nothing, tick=10.0)
     job.run(4 * 3600)
-    is_fill = isinstance(policy, Fill)
-    come_partly = is_fill and not all_or_nothing and not begins_high
-    fill_most = 8 if seconds < 3600 or come_partly else 11
-    assert len(job.asked) <= (fill_most if is_fill else 18), job.asked  # without a prediction it grows host by host
-    if come_partly and seconds >= 900:
+    assert len(job.asked) <= 8, job.asked
+    if not all_or_nothing and not begins_high and seconds >= 900:
         assert job.wishes[:4] == [8, 16, 32, 64], "of which the rest waits"
-    if is_fill or seconds > 90:  # it measures for longer than that before it asks for more
-        assert {size for _, size in job.course[-6:]} >= {12, 32}
-        use = Use.of(job, trace, 64)
-        assert use.had > 0.97 * use.admitted
+    assert {size for _, size in job.course[-6:]} >= {12, 32}
+    use = Use.of(job, trace, 64)
+    assert use.had > 0.97 * use.admitted
     _never_slower_for_long(job)
+
+
+@varies
+@pytest.mark.parametrize("policy", [Fill(), Gain(0.5)], ids=str)
+def test_a_quota_that_goes_on_to_swing_is_asked_for_no_more(policy: Policy) -> None:
+    """Of 8 requests in 12 hours the first ones explore it."""
+    trace = [(3600.0 * hour, 32 if hour % 2 else 12) for hour in range(12)]
+    job = Cluster(policy, Sizes(4, 64, 4), amdahl(0.01), trace, all_or_nothing=True, tick=30.0).run(12 * 3600)
+    assert len(job.asked) <= 8, job.asked
+    use = Use.of(job, trace, 64)
+    assert use.had > 0.99 * use.admitted
+
+
+def test_what_was_granted_for_long_is_expected_to_last_and_more_is_asked_for_soon() -> None:
+    trace = [(0.0, 32), (36_000.0, 12), (36_400.0, 64)]
+    job = Cluster(Fill(), Sizes(4, 64, 4), amdahl(0.01), trace, all_or_nothing=True, tick=10.0).run(41_000)
+    assert job.size == 64
+
+
+def test_a_gap_that_ended_in_part_the_last_time_is_not_expected_to_end_as_a_whole() -> None:
+    """Of 32 ranks 12 are left, and 20 come back; the next time all do, which says that all will once more."""
+    hours = [32, 12, 20, 32, 12, 32, 12, 20]
+    trace = [(3600.0 * hour, slots) for hour, slots in enumerate(hours)]
+    job = Cluster(Fill(), Sizes(4, 32, 4), amdahl(0.0), trace, all_or_nothing=True, tick=10.0).run(8 * 3600)
+    asked = [[wish for at, wish, _ in job.asked if 3600 * hour <= at < 3600 * (hour + 1)] for hour in range(8)]
+    assert asked[1] == [16], "after a while"
+    assert asked[4] == [16], "the last one ended in part"
+    assert asked[6] == [], "the last one ended at once"
 
 
 def test_one_rank_that_is_replaced_changes_no_request() -> None:

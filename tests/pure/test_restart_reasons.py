@@ -21,7 +21,10 @@ RETURNED = {
     "sharded/sharding.py": ["_no_room"],
 }
 """Functions that return a reason."""
-RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "image_space", "session", "rebuild"]
+RAISING = [
+    *("survivable", "recovery", "layouts", "regroup_reports", "copies", "image_space", "session", "rebuild"),
+    "optimizer_attributes",
+]
 """Modules of `elastic/` whose errors end an attempt, or refuse a job."""
 CONSTANTS = {
     "program/image_bytes.py": ["ON_ACCELERATOR"],

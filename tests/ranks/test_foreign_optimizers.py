@@ -112,6 +112,26 @@ def schedule_free(model: nn.Module) -> Any:
     return ScheduleFree(model.parameters())
 
 
+class Fading(torch.optim.Optimizer):
+    """It counts its updates in an attribute, and makes each smaller than the last."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / self.count)
+
+
+def fading(model: nn.Module) -> Any:
+    return Fading(model.parameters())
+
+
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)

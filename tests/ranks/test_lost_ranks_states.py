@@ -16,10 +16,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport, World
+from shardwise.elastic.optimizer_attributes import Attributes, ChangedAttributes, take_over
 from shardwise.elastic.state_image import TORN, ImagePlace
 from shardwise.elastic.survival import NUMBERS, Survival
+from shardwise.errors import LostStateError, StateError
 from tests import inside
-from tests.ranks.test_foreign_optimizers import schedule_free
+from tests.ranks.test_foreign_optimizers import fading, schedule_free
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,
@@ -228,13 +230,50 @@ def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
 
 
 @sampled
+@pytest.mark.parametrize("make", [schedule_free, fading])
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "hpz", "ddp"])
-def test_an_update_that_is_undone_is_not_counted_by_groups(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_update_that_is_undone_is_not_counted(
+    name: str, make: Callable[[nn.Module], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schedule-free optimizers count their steps in the settings of a group, and weigh by them what they add."""
+    """Schedule-free optimizers count their steps in the settings of a group, and weigh by them what they add; others
+    in attributes of their own."""
     let_die_updated(monkeypatch, is_taken=name == "ddp")
-    race(PLANS[name], lambda engine, member: None, tmp_path, model=net(frozen=False), make=schedule_free, bound=1e-5)
+    race(PLANS[name], lambda engine, member: None, tmp_path, model=net(frozen=False), make=make, bound=1e-5)
+
+
+class Keeping(torch.optim.SGD):
+    """It keeps many things in attributes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.count, self.seen, self.mean, self.rank = 0, [1.0, (2, "a")], torch.zeros(()), 3
+        self.sums = torch.zeros(2000)
+
+    def change(self) -> None:
+        self.count, self.best = self.count + 1, 0.5
+        self.seen.append(3.0)
+        self.mean += 1
+
+
+def test_what_an_optimizer_keeps_in_attributes_is_put_back_or_the_loss_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer, other = Keeping(model.parameters()), Keeping(model.parameters())
+    before = Attributes.of(optimizer)
+    optimizer.change()
+    before.restore()
+    assert (optimizer.count, optimizer.seen, optimizer.mean.item()) == (0, [1.0, (2, "a")], 0.0)
+    assert not hasattr(optimizer, "best")
+    changed = ChangedAttributes([optimizer])
+    optimizer.change()
+    (told,) = json.loads(json.dumps(changed.told()))
+    assert told["values"].keys() == {"count", "seen", "mean", "best"}, "not its rank, which may be another elsewhere"
+    take_over([other], [told])
+    assert (other.count, other.seen, other.mean.item(), other.best) == (1, [1.0, (2, "a"), 3.0], 1.0, 0.5)
+    optimizer.sums.add_(1)
+    with pytest.raises(LostStateError, match=r"Keeping has changed tensors in attributes of its own \(sums\)"):
+        before.restore()
+    with pytest.raises(StateError, match=r"Keeping keeps in attributes of its own what cannot be sent \(sums\)"):
+        take_over([other], changed.told())
 
 
 class Counting(torch.optim.SGD):

@@ -25,6 +25,7 @@ from shardwise.plan import Plan
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
 from shardwise.system.job_folder import RECORD_PATH
+from tests.ranks.test_foreign_optimizers import fading
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,
@@ -202,6 +203,49 @@ def test_one_comes_after_a_death_while_another_was_let_in(
 
     trained(tmp_path, plan={"preset": preset}, at=at, num_newcomers=2)
     assert ranks.count(0) >= 3
+
+
+@sampled
+@pytest.mark.parametrize("not_before", [3, 4])
+@pytest.mark.parametrize("counts", ["a scheduler", "the loop", "the optimizer"])
+def test_a_step_before_which_one_comes_has_its_own_learning_rate(counts: str, not_before: int, tmp_path: Path) -> None:
+    """Not that of the step before, whose update counts; and on the one that comes that of the others."""
+
+    def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, engine: sw.Engine | None) -> list[int]:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.6)
+        sizes = []
+        while (step := len(sizes) if engine is None else engine.num_steps) < NUM_STEPS:
+            if counts == "the loop":
+                optimizer.param_groups[0]["lr"] = 0.6**step * 1e-2
+            rank, num_ranks = (0, 1) if engine is None else engine.data_ranks
+            x, y = (whole.tensor_split(num_ranks)[rank] for whole in batches()[step])
+            if engine is not None:
+                engine.weigh(len(x), ROWS)
+                assert engine.world.membership is not None
+                if (step, engine.world.membership.member) == (1, 1):
+                    raise Killed
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if counts == "a scheduler":
+                schedule.step()
+            sizes.append(num_ranks)
+        return sizes
+
+    def work(world: World, member: int) -> tuple[dict[str, Any], list[int]]:
+        own, optimizer = models[member], make(models[member])
+        with sw.shard(own, "zero1", optimizer=optimizer, world=world) as engine:
+            sizes = steps_of(own, optimizer, engine)
+            return engine.state_dict(), sizes
+
+    make, plain = fading if counts == "the optimizer" else adamw, Net()
+    models = [copy.deepcopy(plain) for _ in range(NUM_RANKS + 1)]
+    steps_of(plain, make(plain), None)
+    results = run_members(NUM_RANKS, work, tmp_path, num_newcomers=1, not_before=not_before)
+    assert len(results) == NUM_RANKS
+    for state, sizes in results.values():
+        assert sizes[-1] == NUM_RANKS
+        assert_same_values(state, plain, bound=2e-6)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

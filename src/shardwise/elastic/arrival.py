@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.checkpoint import Held, Loaded
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
+from shardwise.elastic.optimizer_attributes import Told, take_over
 from shardwise.elastic.rebuild import boxes_on, plan_on, rebuilt, without_states
 from shardwise.elastic.regroup_reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
@@ -119,6 +120,8 @@ class Arrival:
     """For each optimizer, the class and state of its schedulers."""
     groups: list[dict[str, Any]]
     """Settings of the optimizers' parameter groups."""
+    attributes: list[Told]
+    """What optimizers count in attributes of their own."""
 
     def resumed(self, folder: Path, num_steps: int) -> Loaded | None:
         """What `resume` returns here: the loop goes on where those of the others are, after `num_steps` steps, whether
@@ -200,7 +203,7 @@ def arrive(
     sharded = rebuilt(former, plan, held, world)
     first = sent[0]
     numbers = (first["label"], first["version"], first["void_after"], first["void_until"])
-    return sharded, Arrival(plan, *numbers, state["loop"], state["schedules"], _settings_in(state))
+    return sharded, Arrival(plan, *numbers, state["loop"], state["schedules"], _settings_in(state), state["attributes"])
 
 
 def _sent_by_others(world: World) -> list[dict[str, Any]]:
@@ -220,13 +223,14 @@ def _plan_of_others(state: Mapping[str, Any], patience_seconds: float | None) ->
 
 
 def _catch_up(progress: Progress, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
-    """Give this rank the others' steps, loss scale and settings of parameter groups."""
+    """Give this rank the others' steps, loss scale, settings of parameter groups and attributes of optimizers."""
     progress.num_steps = state["num_steps"]
     if progress.scaler is not None and state["scale"] is not None:
         progress.scaler.load_state_dict(decode(state["scale"]))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, settings in zip(groups, _settings_in(state), strict=True):
         group.update(settings)
+    take_over(optimizers, state["attributes"])
 
 
 def _settings_in(state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint import encode
 from shardwise.checkpoint.json_codec import decode
+from shardwise.elastic.optimizer_attributes import Attributes, ChangedAttributes, Told
 from shardwise.errors import ConfigError
 from shardwise.parallel.experts.loads import Counted, Loads
 from shardwise.sharded.sharded_model import ShardedModel
@@ -43,6 +44,8 @@ class _Snapshot:
     loads: Counted
     settings: _Settings | None
     """`None` where iterations are never undone after their end."""
+    attributes: list[Attributes]
+    """Empty there."""
 
 
 @dataclass
@@ -62,13 +65,16 @@ class _Settings:
 class LoopState:
     """What a rank has besides parameters and optimizer states, as it was when an iteration began."""
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    def __init__(self, sharded: ShardedModel, heard: Sequence[Told] = ()) -> None:
+        """`heard` is what this rank has received of its optimizers' attributes when it joined."""
         self.follow(sharded)
+        self.attributes = ChangedAttributes(self._optimizers, heard)
         self._snapshots: list[_Snapshot] = []
         self._noted: _Settings | None = None
         """What the next iteration begins with, whatever the loop sets before it."""
         self._before_update: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Settings of the optimizers' groups before the update of this iteration, if that has begun."""
+        self._attributes_before: list[Attributes] = []
         self._schedulers: dict[int, tuple[int, list[LRScheduler]]] = {}
         """By optimizer: its schedulers, and its reference count when they were looked for."""
 
@@ -97,30 +103,42 @@ class LoopState:
             scaler.state_dict() if scaler is not None else None,
             self.loads.now(),
             self.settings() if keeps_last else None,
+            self.attributes.note() if keeps_last else [],
         )
         self._snapshots = [*(self._snapshots[-1:] if keeps_last else ()), taken]
-        self._before_update = []
+        self.update_counts()
 
     def update_begins(self) -> None:
         """Some optimizers count their steps in the settings of a group (schedule-free ones), or keep there what they
         estimate (Prodigy's `d`)."""
         if not self._before_update:  # else another optimizer has begun the same update
             self._before_update = [(group, _settings(group)) for group in self._groups()]
+            self._attributes_before = self.attributes.note()
+
+    def update_counts(self) -> None:
+        """All ranks have it. What changes from now on, such as learning rates, is of the next iteration."""
+        self._before_update, self._attributes_before = [], []
 
     def undo_update(self) -> None:
-        """The update of this iteration, if it has begun, does not count."""
+        """The update of this iteration, if it has begun, does not count. Raises `LostStateError` where it has changed
+        what was not noted."""
+        for attributes in self._attributes_before:
+            attributes.restore()
         for group, settings in self._before_update:
             for key in group.keys() - settings.keys() - {"params"}:
                 del group[key]
             group.update(settings)
 
     def go_back(self, iteration: int) -> bool:
-        """Make `restore` return to the beginning of `iteration`, which has ended. False if there is no snapshot."""
+        """Make `restore` return to the beginning of `iteration`, which has ended. False if there is no snapshot. Raises
+        `LostStateError` as `undo_update` does."""
         known = [one for one in self._snapshots if one.iteration <= iteration]
         if not known or known[-1].iteration != iteration:
             return False
         self._snapshots = known
         self._noted = known[-1].settings or self._noted
+        for attributes in known[-1].attributes:
+            attributes.restore()
         return True
 
     def come_back(self, iteration: int) -> None:

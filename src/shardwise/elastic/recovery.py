@@ -157,7 +157,7 @@ class Recovery:
         self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
-        self.loop_state = LoopState(sharded)
+        self.loop_state = LoopState(sharded, () if arrival is None else arrival.attributes)
         self.quiet = QuietMode()
         self.between_steps = BetweenSteps()
         self.changes_wanted = False
@@ -243,6 +243,7 @@ class Recovery:
         sums = None if verification is None else verification.noted_after(num_steps)
         refusal = why_no_space(lambda: survival.complete(iterations.version, sums))
         self._share_change_wishes("commit", refusal)
+        self.loop_state.update_counts()
         self._settle(self._choice)
         if survival.image is not images:
             warn_if_scarce(self._layout.folder, self.world)
@@ -419,6 +420,7 @@ class Recovery:
         self.loop_state.follow(sharded)
         self.join()
         self.loop_state.come_back(self.iterations.begun)
+        self.loop_state.attributes.hear(arrival.attributes)
         self._loop.come_back(arrival)
 
     def _regroup_and_restore(self, error: CommError | None, *, lets_in: bool) -> None:
@@ -565,6 +567,7 @@ class Recovery:
             "num_steps": num_steps,
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
+            "attributes": self.loop_state.attributes.told(),
             "optimizer_steps": [steps_seen_by(optimizer) for optimizer in self._model_of(layout).optimizers],
             "trained": trained.facts(),
             "buffers": encode(dict(sharded.model.named_buffers())),

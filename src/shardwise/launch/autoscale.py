@@ -26,7 +26,10 @@ cluster pods that come and go. So
   have trained for as long: twice as long each time that they are taken from that size, or that it has asked for more
   in vain, until more than that have trained. Then the next host is asked for, and waits; and from fewer, that size
   again at once, as it has been measured. A quota that swings would otherwise be followed, and explored, with each
-  swing.
+  swing;
+- a grant, and a gap between two, is expected to last as long as the last one. What would soon be of no use is not asked
+  for before that has lasted half as long again: more than have ever come, if they were waited for in vain throughout
+  the last grant; and fewer than trained, if all came back at once from as few the last time.
 """
 
 from __future__ import annotations
@@ -316,6 +319,11 @@ class Patience:
     first_ban: float = 2 * 3600.0
     longest_ban: float = 24 * 3600.0
 
+    def is_to_end(self, seconds: float, last_seconds: float) -> bool:
+        """Whether what has lasted for some `seconds`, and the last time for `last_seconds`, is expected to end before a
+        request pays."""
+        return last_seconds - self.longest_hold < seconds < 1.5 * last_seconds
+
 
 PATIENCE = Patience()
 
@@ -326,6 +334,15 @@ class Ban:
 
     until: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """In which fewer ranks trained than were asked for: how many, how long, and how many there were soon after it."""
+
+    size: int
+    seconds: float
+    until_size: int
 
 
 @dataclass(frozen=True)
@@ -348,6 +365,13 @@ class State:
     trained: int = 0
     """The ranks that trained before some were taken away which have not come back."""
     dropped_at: float = -math.inf
+    stayed_until_dropped: float = 0.0
+    """For how long these had trained, if more were asked for until then; else 0."""
+    most: int = 0
+    """The greatest number of ranks that has ever trained."""
+    last_grant: float = 0.0
+    """For how long that many trained the last time, while more were asked for in vain; 0 if none were."""
+    last_gap: Gap | None = None
     holds: Mapping[int, Ban] = field(default_factory=dict)
     """By sizes that trained when ranks were taken away: each is neither exceeded nor left for a while."""
     num_units: int = 1
@@ -362,13 +386,13 @@ class State:
     """What was measured when a size trained last, by size."""
     bans: Mapping[int, Ban] = field(default_factory=dict)
 
-    def cap(self, now: float) -> float:
+    def cap(self, now: float, patience: Patience) -> float:
         """The sizes from this one on are not asked for."""
         banned = [size for size, ban in self.bans.items() if now < ban.until]
-        return min([*banned, *(size + 1 for size in self.held(now)), math.inf])
-
-    def held(self, now: float) -> list[int]:
-        return [size for size, hold in self.holds.items() if now < hold.until]
+        held = [size for size, hold in self.holds.items() if now < hold.until]
+        if patience.is_to_end(now - self.came_at, self.last_grant):
+            held.append(self.most)
+        return min([*banned, *(size + 1 for size in held), math.inf])
 
 
 def decide(policy: Policy, sizes: Sizes, state: State, seen: Seen, patience: Patience = PATIENCE) -> State:
@@ -392,12 +416,14 @@ def _learnt(state: State, seen: Seen, patience: Patience) -> State:
         holds = {size: hold for size, hold in state.holds.items() if size >= seen.size}
         if (hold := holds.get(seen.size)) is not None:  # they have come back, and have to stay for as long
             holds[seen.size] = Ban(seen.now + hold.seconds, hold.seconds)
-        state = replace(state, holds=holds)
+        state = _risen(replace(state, holds=holds), seen, patience)
         if seen.size >= state.trained:
             state = replace(state, trained=0)
-        has_stayed = seen.now - state.came_at >= patience.come
+        stayed = seen.now - state.came_at
+        has_stayed = stayed >= patience.come
         if (has_stayed or not state.trained) and seen.size < min(state.size, state.wanted):  # nobody has asked for it
-            state = replace(state, trained=state.size, dropped_at=seen.now)
+            stayed = stayed if state.wanted > state.size else 0.0
+            state = replace(state, trained=state.size, dropped_at=seen.now, stayed_until_dropped=stayed)
         state = replace(state, size=seen.size, came_at=seen.now, windows=())
     rate = seen.rate
     if rate is None or rate in state.windows[-1:]:
@@ -411,6 +437,20 @@ def _learnt(state: State, seen: Seen, patience: Patience) -> State:
     windows = (*state.windows, rate)[-_NUM_WINDOWS:]
     rates = {**state.rates, rate.size: _pooled(windows, scatter)}
     return replace(state, windows=windows, scatter=scatter, rates=rates)
+
+
+def _risen(state: State, seen: Seen, patience: Patience) -> State:
+    """If ranks have come: what is known of the gap before, which may still be coming to its end."""
+    if not 0 < state.size < seen.size:
+        return state
+    gap, stayed = state.last_gap, seen.now - state.came_at
+    if gap is not None and gap.until_size == state.size and stayed < patience.come:
+        gap = replace(gap, until_size=seen.size)
+    else:
+        gap = Gap(state.size, stayed, seen.size)
+    if seen.size > state.most:
+        state = replace(state, last_grant=0.0)
+    return replace(state, last_gap=gap, most=max(state.most, seen.size))
 
 
 def _pooled(windows: Sequence[Rate], scatter: float) -> Rate:
@@ -455,6 +495,8 @@ def _held(state: State, seen: Seen, patience: Patience) -> State:
     if former is not None and seen.now - former.until < 7 * former.seconds:
         seconds = min(2 * former.seconds, patience.longest_hold)
     state = replace(state, holds={**state.holds, state.trained: Ban(seen.now + seconds, seconds)})
+    if state.trained == state.most and state.stayed_until_dropped:
+        state = replace(state, last_grant=state.stayed_until_dropped)
     if state.wanted <= state.trained or state.comes_partly:
         return state
     why = (
@@ -496,7 +538,7 @@ def _smaller(policy: Gain, sizes: Sizes, state: State, seen: Seen) -> int:
     """The greatest size below the present one that may be worth having."""
     for size in reversed([size for size in sizes if size < seen.size]):
         expected = _expected(state, seen, size)
-        if expected is None or expected / size >= policy.share * _of_one_rank(state, seen):
+        if expected is None or expected.steps_per_second / size >= policy.share * _of_one_rank(state, seen):
             return size
     return sizes.first
 
@@ -518,7 +560,7 @@ def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience
         reach = min(reach, max(state.refused - sizes.unit, seen.size + sizes.unit))
     elif held := [size for size in state.holds if size > reach]:
         reach = min(*held, sizes.last, math.inf if seen.room is None else seen.room)
-    larger = [size for size in sizes if seen.size < size <= reach and size < state.cap(seen.now)]
+    larger = [size for size in sizes if seen.size < size <= reach and size < state.cap(seen.now, patience)]
     if isinstance(policy, Gain):
         larger = _worth_having(policy, state, seen, larger, sizes.unit)
     if not larger:
@@ -538,7 +580,7 @@ def _given_up(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> Sta
     hold = state.holds.get(state.trained)
     waits = patience.come if hold is None else hold.seconds
     waits = patience.of_parts if state.comes_partly else waits
-    if missing <= 1 or waited < waits:
+    if missing <= 1 or waited < waits or _is_gap_to_end(state, seen, patience):
         return state
     wanted = sizes.nearest(seen.size) + sizes.unit
     why = f"only {seen.size} of {state.wanted} ranks came within {_duration(waits)}, so fewer are asked for"
@@ -548,8 +590,16 @@ def _given_up(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> Sta
     return _asked(state, wanted, why, seen, num_units=1, trained=0)
 
 
+def _is_gap_to_end(state: State, seen: Seen, patience: Patience) -> bool:
+    """Whether all ranks that trained before are expected to come back at once, and soon. See [Note: hysteresis]."""
+    last = state.last_gap
+    if last is None or last.size != seen.size or not 0 < state.trained <= last.until_size:
+        return False
+    return patience.is_to_end(seen.now - state.came_at, last.seconds)
+
+
 def _worth_having(policy: Gain, state: State, seen: Seen, larger: list[int], unit: int) -> list[int]:
-    """Of `larger` sizes those where each rank is expected to do its share; where nothing is known, the next one."""
+    """Of `larger` sizes those where each rank is expected to do its share; the next one also where that is a guess."""
     least = policy.share * _of_one_rank(state, seen)
     share, error = _share(state, seen, state.rates[seen.size])
     if share * (1 - error) < policy.share:
@@ -557,7 +607,9 @@ def _worth_having(policy: Gain, state: State, seen: Seen, larger: list[int], uni
     found = []
     for size in larger:
         expected = _expected(state, seen, size)
-        if size == seen.size + unit if expected is None else expected * (1 - error) / size >= least:
+        is_known = expected is not None and not expected.is_guess
+        surely = 0.0 if expected is None else expected.steps_per_second * (1 - max(error, expected.error)) / size
+        if surely >= least or (size == seen.size + unit and not is_known):
             found.append(size)
     return found
 
@@ -572,23 +624,48 @@ def _why_more(policy: Fill | Gain, state: State, seen: Seen, wanted: int) -> str
     expected = _expected(state, seen, wanted)
     if expected is None:
         return f"{now}, and each does {_share(state, seen, state.rates[seen.size])[0]:.0%} of what one would alone"
-    share = expected / wanted / _of_one_rank(state, seen)
+    share = expected.steps_per_second / wanted / _of_one_rank(state, seen)
     return f"{now}; with {wanted} each is expected to do {share:.0%} of what one would alone"
 
 
 # -- what is known of speeds ------------------------------------------------------------------------------
 
 
-def _expected(state: State, seen: Seen, size: int) -> float | None:
-    """Steps per second of `size` ranks: measured, or predicted from what is measured now; `None` if neither is
+@dataclass(frozen=True)
+class Expected:
+    """What is expected of a size; `error` is that of a guess, relative."""
+
+    steps_per_second: float
+    error: float = 0.0
+    is_guess: bool = False
+
+
+def _expected(state: State, seen: Seen, size: int) -> Expected | None:
+    """What `size` ranks do: measured, predicted from what is measured now, or guessed; `None` if nothing of it is
     possible. Of a prediction only ratios are used, so that its errors which are the same at all sizes cancel."""
     measured, now = state.rates.get(size), state.rates.get(seen.size)
     if measured is not None and size not in state.bans:
-        return measured.steps_per_second
-    present, other = _predicted(seen, seen.size), _predicted(seen, size)
-    if now is None or present is None or other is None:
+        return Expected(measured.steps_per_second)
+    if now is None:
         return None
-    return now.steps_per_second * present / other
+    present, other = _predicted(seen, seen.size), _predicted(seen, size)
+    if present is None or other is None:
+        return _guessed(state, now, size)
+    return Expected(now.steps_per_second * present / other)
+
+
+def _guessed(state: State, now: Rate, size: int) -> Expected | None:
+    """Of up to twice as many ranks as at present, by what half as many or fewer do: seconds of a step are a + b / ranks
+    (Amdahl's law). No guess is better than that each rank does as much as one does at present."""
+    halves = [one for one in state.rates if 2 * one <= now.size and one not in state.bans]
+    if not halves or not now.size < size <= 2 * now.size:
+        return None
+    half = state.rates[max(halves)]
+    before, present = 1 / half.steps_per_second, 1 / now.steps_per_second
+    weight = (1 / now.size - 1 / size) / (1 / half.size - 1 / now.size)
+    seconds = max(present - weight * (before - present), present * now.size / size)
+    error = math.hypot((1 + weight) * present * now.error, weight * before * half.error) / seconds
+    return Expected(1 / seconds, error, is_guess=True)
 
 
 def _of_one_rank(state: State, seen: Seen) -> float:
