@@ -113,13 +113,7 @@ def nothing_stays(site: Site) -> Iterator[None]:
     yield
     for name in ("one", "two", "three"):
         site.hosts.link(name, "up")
-    for process in site.started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-    site.started.clear()
-    wait_until(lambda: not site.ranks(), "ranks stay behind", 60)
-    wait_until(lambda: not site.started_by_ssh(), "what ssh started stays behind", 60)
+    site.end_all()
 
 
 def memory_of(site: Site, host: str) -> set[str]:

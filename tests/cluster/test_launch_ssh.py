@@ -81,6 +81,16 @@ class Site:
         hosts of its own: to wait for an end of theirs is to wait for its tests."""
         return [pid for pid in processes_with("shardwise.launch.hosts") if f"{self.network}." in words_of(pid)]
 
+    def end_all(self) -> None:
+        """What was started here; returns when nothing of it is left."""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        self.started.clear()
+        wait_until(lambda: not self.ranks(), "ranks stay behind", 90)
+        wait_until(lambda: not self.started_by_ssh(), "what ssh started stays behind", 90)
+
     def wait_for(self, *names: str) -> None:
         wait_until(lambda: all((self.folder / name).exists() for name in names), f"no sign of {names}")
 
@@ -99,13 +109,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(autouse=True)
 def nothing_stays(site: Site) -> Iterator[None]:
     yield
-    for process in site.started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-    site.started.clear()
-    wait_until(lambda: not site.ranks(), "ranks stay behind", 90)
-    wait_until(lambda: not site.started_by_ssh(), "what ssh started stays behind", 90)
+    site.end_all()
 
 
 def test_two_hosts_train_like_one_process(site: Site) -> None:

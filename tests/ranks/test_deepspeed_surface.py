@@ -15,7 +15,7 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import StateError
-from shardwise.integrations.deepspeed import facade, names
+from shardwise.integrations.deepspeed import collectives, facade, names
 from shardwise.integrations.deepspeed.accelerator import get_accelerator
 from shardwise.integrations.deepspeed.names import NAMES
 from shardwise.integrations.name_table import NameStatus, Row
@@ -212,3 +212,42 @@ def test_what_its_documentation_calls_is_there(modules: dict[str, ModuleType]) -
     layer = nn.Linear(2, 2)
     modules["deepspeed.zero"].register_external_parameter(layer, layer.weight)
     modules["deepspeed.zero"].unregister_external_parameter(layer, layer.weight)
+
+
+class Begun:
+    """The handle of an operation that ends when it is waited for."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def wait(self) -> bool:
+        self.has_ended = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+
+@pytest.mark.parametrize("name", ["all_reduce_coalesced", "all_gather_coalesced"])
+def test_all_that_was_begun_together_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo may end a later operation first, so the last handle says nothing of the others."""
+    begun: list[Begun] = []
+
+    def begin(*given: object) -> Begun | None:
+        is_async = given[-1]
+        begun.append(Begun())
+        return begun[-1] if is_async else None
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", begin)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", begin)
+    tensors = [torch.ones(2), torch.ones(3)]
+    given = [tensors] if name == "all_reduce_coalesced" else [tensors, tensors]
+    together = getattr(collectives, name)
+    assert together(*given) is None
+    begun.clear()
+    handle = together(*given, async_op=True)
+    begun[-1].wait()
+    assert not handle.is_completed()
+    assert handle.wait()
+    assert handle.is_completed()
+    assert all(one.has_ended for one in begun)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe.run_view import RunView, bytes_by_tier, most_of_all_ranks
+from shardwise.observe.run_view import MostBytes, RunView, bytes_by_tier, most_of_all_ranks
 from shardwise.observe.slowness import chosen, others
 from shardwise.system.units import format_bytes, format_count, format_seconds
 
@@ -110,12 +110,12 @@ def _ranks(view: RunView, most: int) -> Table:
     return table
 
 
-def _memory(rows: Sequence[tuple[str, str, int, int]]) -> Table:
+def _memory(rows: Sequence[MostBytes]) -> Table:
     """For each tier and kind the rank that holds most, with its promised bytes."""
     table = Table(
         box=None, pad_edge=False, header_style="bold", title="memory of the largest rank", title_justify="left"
     )
-    for name in ("tier", "kind", "promised", "measured"):
+    for name in MostBytes._fields:
         table.add_column(name, justify="right" if name in ("promised", "measured") else "left")
     for tier, kind, promised, measured in rows:
         table.add_row(tier, kind, format_bytes(promised), format_bytes(measured))

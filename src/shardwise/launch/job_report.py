@@ -119,16 +119,20 @@ def _describe_ends(outcomes: list[Outcome]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for outcome in outcomes:
         ranks.setdefault(_describe_end(outcome), []).append(outcome.rank)
-    return [f"{ranks_in_words(of_them, text)}." for text, of_them in ranks.items()]
+    return [f"{how_ended(of_them, text)}." for text, of_them in ranks.items()]
 
 
-def ranks_in_words(ranks: list[int], text: str) -> str:
-    """Ranks in order, and how they ended: 'rank 3 was ...', 'ranks 0 to 6 were ...', 'ranks 0, 2 were ...'."""
+def listed(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0 to 6`, `ranks 0, 2`, of ranks in order."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]} {text}"
+        return f"rank {ranks[0]}"
     is_row = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    names = f"{ranks[0]} to {ranks[-1]}" if is_row else ", ".join(map(str, ranks))
-    return f"ranks {names} " + re.sub(r"^(then )?was ", r"\1were ", text)
+    return "ranks " + (f"{ranks[0]} to {ranks[-1]}" if is_row else ", ".join(map(str, ranks)))
+
+
+def how_ended(ranks: list[int], text: str) -> str:
+    """Ranks in order, and how they ended: `rank 3 was ...`, `ranks 0 to 6 were ...`."""
+    return f"{listed(ranks)} " + (text if len(ranks) == 1 else re.sub(r"^(then )?was ", r"\1were ", text))
 
 
 def _describe_end(outcome: Outcome) -> str:

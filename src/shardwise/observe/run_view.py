@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
@@ -272,8 +272,17 @@ def as_json(view: RunView) -> str:
     return json.dumps(state, indent=2)
 
 
-def most_of_all_ranks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, int]]:
-    """`(tier, kind, promised, measured)`, each the maximum over all ranks, without empty rows."""
+class MostBytes(NamedTuple):
+    """Of what is of one `kind` on a `tier`: the most that was promised of any rank, and that was measured."""
+
+    tier: str
+    kind: str
+    promised: int
+    measured: int
+
+
+def most_of_all_ranks(rows: Sequence[Mapping[str, Any]]) -> list[MostBytes]:
+    """By tier and kind, those of which there is something."""
     found: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         for place, name in enumerate(("promised", "measured")):
@@ -281,7 +290,7 @@ def most_of_all_ranks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str,
                 for kind, num_bytes in kinds.items():
                     both = found.setdefault((tier, kind), [0, 0])
                     both[place] = max(both[place], num_bytes)
-    return [(tier, kind, both[0], both[1]) for (tier, kind), both in found.items() if any(both)]
+    return [MostBytes(tier, kind, *both) for (tier, kind), both in found.items() if any(both)]
 
 
 def bytes_by_tier(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:

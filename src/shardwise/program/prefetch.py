@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.program.action import Block, Program, by_flat
+from shardwise.program.action import Action, Block, Program, by_flat
 
 
 def prefetch(program: Program, full_bytes: Mapping[str, int], budget_bytes: int) -> Program:
     """Move every gather as far ahead as the budget allows.
 
     At no moment are more than `budget_bytes` of units gathered, or being gathered, before their own moment has come. A
-    gather never passes the last use of its own flat buffer, and gathers over several axes stay together, with the fetch
-    that precedes them. `full_bytes` has the whole size of each flat buffer by name.
+    gather never passes the last use of its own flat buffer. `full_bytes` has the whole size of each flat buffer by
+    name.
     """
     blocks = [list(block.actions) for block in program]
     ahead = _AheadBytes(len(program))
     next_before = _next_before(program)
     last_use: dict[str, int] = {}
     for home, block in enumerate(program):
-        for flat, bundle in by_flat(one for one in block.actions if one.verb in ("gather", "fetch")).items():
+        for flat, bundle in _bundles(block.actions).items():
             full = ahead.last_above(home, budget_bytes - full_bytes[flat])
             goal = next_before[max(full, last_use.get(flat, -1)) + 1]
             if goal >= home:
@@ -29,6 +29,12 @@ def prefetch(program: Program, full_bytes: Mapping[str, int], budget_bytes: int)
             ahead.add(goal, home, full_bytes[flat])
         last_use.update((action.flat, home) for action in block.actions)
     return tuple(Block(block.moment, tuple(actions)) for block, actions in zip(program, blocks, strict=True))
+
+
+def _bundles(actions: tuple[Action, ...]) -> dict[str, list[Action]]:
+    """The gathers of one block by flat buffer. Gathers over several axes stay together, with the fetch that precedes
+    them."""
+    return by_flat(one for one in actions if one.verb in ("gather", "fetch"))
 
 
 def _next_before(program: Program) -> list[int]:

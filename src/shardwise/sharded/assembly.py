@@ -202,21 +202,7 @@ class _Assembly:
         runner = self._runner(executor)
         gradients = self._gradients(executor, runner, verdict)
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
-        share = _own_share(sharding)
-        owner = Owner(
-            sharding.units,
-            runner,
-            executor.agreement,
-            access,
-            gradients,
-            self._steps.before_change,
-            sharding.weights_outside,
-            None if share is None else _stage_names(sharding, share),
-        )
-        owner.share = share
-        owner.note_hooks()
-        self._hooks.callback(owner.close)
-        self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
+        owner = self._owner(runner, executor, access, gradients)
         self._hooks.callback(give_values_to_torch(self._model))
         self._hooks.callback(Structure(self._model).release)
         cast = self._model.register_forward_pre_hook(hook(self._steps.cast_inputs), prepend=True, with_kwargs=True)
@@ -263,6 +249,24 @@ class _Assembly:
             treatment=treatment,
             hooks=self._hooks.pop_all(),
         )
+
+    def _owner(self, runner: Runner, executor: Executor, access: Access, gradients: Gradients) -> Owner:
+        sharding, share = self._sharding, _own_share(self._sharding)
+        owner = Owner(
+            sharding.units,
+            runner,
+            executor.agreement,
+            access,
+            gradients,
+            self._steps.before_change,
+            sharding.weights_outside,
+            None if share is None else _stage_names(sharding, share),
+        )
+        owner.share = share
+        owner.note_hooks()
+        self._hooks.callback(owner.close)
+        self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
+        return owner
 
     def _verdict(self, collectives: Collectives, buffers: BufferSync) -> Verdict:
         stages = [axis for axis in self._mesh.model_axes if axis not in self._mesh.same_params_axes]

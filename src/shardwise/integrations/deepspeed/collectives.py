@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -46,18 +47,35 @@ def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Any:
-    """`all_gather_into_tensor` of each pair. With `async_op` returns the last one's handle."""
+    """`all_gather_into_tensor` of each pair. With `async_op` returns a handle of all."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     handles = [dist.all_gather_into_tensor(output, mine, group, async_op) for output, mine in pairs]
-    return handles[-1] if handles else None
+    return Together(handles) if async_op else None
 
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """`all_reduce` of each. With `async_op` returns the last one's handle."""
+    """`all_reduce` of each. With `async_op` returns a handle of all."""
     handles = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
-    return handles[-1] if handles else None
+    return Together(handles) if async_op else None
+
+
+class Together:
+    """The handle of several operations. Gloo has several threads, of which one may end a later operation first, so the
+    last handle, which DeepSpeed returns, says nothing of the others."""
+
+    def __init__(self, handles: Sequence[dist.Work]) -> None:
+        self._handles = handles
+
+    def wait(self, *timeout: timedelta) -> bool:
+        """Wait for all, as `torch.distributed.Work.wait`."""
+        for one in self._handles:
+            one.wait(*timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(one.is_completed() for one in self._handles)
 
 
 def has_all_gather_into_tensor() -> bool:

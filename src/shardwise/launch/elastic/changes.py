@@ -9,7 +9,7 @@ from shardwise.elastic.causes import Cause
 from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.rendezvous import Rendezvous
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.job_report import ranks_in_words
+from shardwise.launch.job_report import how_ended, listed
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,10 @@ def change_report(change: Change, cause: Cause | None = None) -> str:
 
 def _lost(change: Change) -> Iterator[str]:
     for (host, text), ranks in _by_text(change.losses).items():
-        whole = f"host {host} is gone: {ranks_in_words(ranks, '').strip()} ({text})"
-        yield f"{whole if host else ranks_in_words(ranks, text)}."
+        yield f"host {host} is gone: {listed(ranks)} ({text})." if host else f"{how_ended(ranks, text)}."
     yield from (f"Last status: {words}." for words in change.last_status.values() if words)
     if change.ended:
-        who = ranks_in_words(list(change.ended), "ended with exit status 0")
+        who = how_ended(list(change.ended), "ended with exit status 0")
         yield f"{who}, as at the end of a script, while others train: so no rank joins any more."
     elif not (change.losses or change.num_left or change.num_new):
         yield "the ranks have formed a new group."

@@ -25,7 +25,7 @@ from typing import Literal
 
 from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage, meshes_of_text
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
-from shardwise.launch.job_report import ranks_in_words
+from shardwise.launch.job_report import listed
 from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
 
 State = Literal["gathering", "entering", "formed", "lost"]
@@ -141,8 +141,8 @@ class Rendezvous:
         """A host is lost with all its processes; `text` describes how that is known."""
         gone = [number for number in numbers if self._was_needed(number, text, now, host)]
         if gone:
-            ranks = ranks_in_words(sorted(self.members.index(number) for number in gone), "")
-            self._end_generation(gone, f"Host {host} is gone: {ranks.strip()} ({text}).", now)
+            ranks = listed(sorted(self.members.index(number) for number in gone))
+            self._end_generation(gone, f"Host {host} is gone: {ranks} ({text}).", now)
         self._decide(now)
 
     def reconsider(self, now: float) -> None:
