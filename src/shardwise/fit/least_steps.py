@@ -64,7 +64,7 @@ class Least:
 class StagePass:
     """One micro-batch in one stage: seconds of its forward and of its backward, of which those for gradients of
     parameters may come later, and of the messages in both. Bytes of activations: at most meanwhile, between the two,
-    and until those gradients come; without those of stages before it."""
+    and those from which such gradients are computed, which are kept until then; without those of stages before it."""
 
     forward: float
     backward: float
@@ -78,11 +78,6 @@ class StagePass:
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
-
-    @property
-    def aside_bytes(self) -> int:
-        """What the first half of a backward leaves at least, which frees none of what the forward has left."""
-        return max(self.held_bytes, self.factors_bytes)
 
     def holding(self, *num_bytes: float) -> StagePass:
         """The same with other activations, in the order of `bytes`."""
@@ -216,7 +211,7 @@ class Order:
         found: dict[float, int] = {}
         messages = messages or [0] * len(shares)
         for own, beside, share, sent in zip(self.stages, self.beside, shares, messages, strict=True):
-            held = [passes[stage].held_bytes for stage in own] + [passes[stage].aside_bytes for stage in own]
+            held = [passes[stage].held_bytes for stage in own] + [passes[stage].factors_bytes for stage in own]
             most = max(
                 _PEAKS[kind](passes[stage]) + max(sum(map(mul, numbers, held)) for numbers in every)
                 for (kind, stage), every in beside.items()
@@ -228,8 +223,8 @@ class Order:
 _PEAKS: Mapping[OpKind, Callable[[StagePass], int]] = {
     "F": lambda one: one.forward_bytes,
     "B": lambda one: one.backward_bytes,
-    "I": lambda one: one.aside_bytes,
-    "W": lambda one: one.aside_bytes,
+    "I": lambda one: max(one.held_bytes, one.factors_bytes),
+    "W": lambda one: one.factors_bytes,
 }
 
 

@@ -865,7 +865,7 @@ def _of_stages(
             ended = Mark(END_OF_BACKWARD, 0, 0)
             own = replace(whole.activations, marks=(*marks, ended), peak_heap_bytes=heap)
             aside = sum(one.factors_bytes for one, at in zip(whole.worked, stage_of, strict=True) if at == stage)
-            stages[stage] = StageBytes(own, held, max(held, aside))
+            stages[stage] = StageBytes(own, held, aside)
         names = set().union(*names_of.values())
         held_by_rank = over_schedule(rank.row, stages, names, messages)
         worked = tuple(
