@@ -61,6 +61,7 @@ class CountedOperations(UncompiledMode):
         self._registry = flop_registry
         self._resting = {storage_id(one.untyped_storage()) for one in resting if one.layout is torch.strided}
         self._known: dict[Operation, Operation] = {}
+        self.is_paused = False
         self.operations: list[Operation] = []
         self.recomputed: list[Operation] = []
         self.weights: list[Operation] = []
@@ -72,6 +73,8 @@ class CountedOperations(UncompiledMode):
         if asks_device(func, args):
             return args[0].device
         result = func(*args, **(kwargs or {}))
+        if self.is_paused:
+            return result
         if not is_free(func):
             self._count(func, args, kwargs or {}, result)
         elif _name(func) in _ALLOCATING and isinstance(result, torch.Tensor) and result.numel():
@@ -127,6 +130,19 @@ class CountedWork:
         self.worked = []
         with CountedOperations(resting) as self._counting:
             yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside nothing is counted."""
+        counting = self._counting
+        if counting is None:
+            yield
+            return
+        before, counting.is_paused = counting.is_paused, True
+        try:
+            yield
+        finally:
+            counting.is_paused = before
 
     def note_moment(self, moment: Moment) -> None:
         if self._counting is not None:

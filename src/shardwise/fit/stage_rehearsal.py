@@ -9,6 +9,7 @@ forward of each stage in turn. This is also a survey of what stages read of earl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -214,15 +215,11 @@ class StageRehearsal:
         is carried is found out."""
         held = self._found[stage] = _Held(carried=known)
         self._counted[stage] = self._rehearsed(stage, arrived, held)
-        if self.watch is not None:  # the first forward is watched, which makes more stand-ins for other stages' outputs
-            passed_on = () if held.handed_over is None else held.handed_over.arguments
-            self._rehearsed(stage, arrived, _Held(passed_on=passed_on, carried=known), self.watch)
+        if self.watch is not None:
             self._worked[stage] = tuple(self.watch.worked)
         return Found(held.handed_over, frozenset(held.wanted))
 
-    def _rehearsed(
-        self, stage: int, arrived: StageMessageLayout | None, held: _Held, watch: CountedWork | None = None
-    ) -> Activations:
+    def _rehearsed(self, stage: int, arrived: StageMessageLayout | None, held: _Held) -> Activations:
         def prepare(twin: Twin) -> Work:
             staged: StagedModel = twin.copied(self.staged)
             staged.attach()
@@ -242,7 +239,7 @@ class StageRehearsal:
             device=self.device,
             compute=self.compute,
             treatments=self.treatments,
-            watch=watch,
+            watch=self.watch,
             on_cpu=self.on_cpu,
         )
 
@@ -261,15 +258,14 @@ class StageRehearsal:
         before = living.live_bytes
         given = None if arrived is None else empty(arrived, self.device)
         is_last = stage + 1 == len(staged.layout.stages)
-        is_watched = held.passed_on is None
-        wanted = held.wanted if is_watched and held.carried is None else None
-        passing = Passing(held.passed_on, carried=held.carried or NOTHING, wanted=wanted)
-        with staged.running(stage, given, is_watched=is_watched, passing=passing):
+        wanted = held.wanted if held.carried is None else None
+        uncounted = nullcontext if self.watch is None else self.watch.paused  # later forwards make fewer stand-ins
+        passing = Passing(carried=held.carried or NOTHING, wanted=wanted, around_more=uncounted)
+        with staged.running(stage, given, is_watched=True, passing=passing):
             output: Any = staged.model(*args, **kwargs)
             outputs: Sequence[Tensor] = ((self.loss or loss_in)(output),) if is_last else output
             del output
-            if is_watched:
-                staged.require_own(outputs)
+            staged.require_own(outputs)
             held.handed_over = None if is_last else staged.handed_over
         del args, kwargs
         held.after_forward = max(0, living.live_bytes - before)
@@ -334,8 +330,6 @@ class _Held:
     messages: int = 0
     """Messages in flight meanwhile: the next ones from either side, and copies of those sent to both."""
     handed_over: StageMessageLayout | None = None
-    passed_on: tuple[int, ...] | None = None
-    """What an earlier forward has passed on, of arguments; the first forward is watched to find out."""
     carried: Carried | None = None
     """Results that stages read; `None` to find out which this one wants."""
     wanted: set[str] = field(default_factory=set)

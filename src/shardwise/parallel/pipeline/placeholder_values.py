@@ -10,8 +10,8 @@ different, so that the gradient of a penalty on them is not zero by chance. Wher
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -50,7 +50,7 @@ class Placeholders:
     """The stand-ins of one forward of a stage. `pieces` are the modules of all stages, in order, and `first` is the
     number of the one with which this stage begins. `device` is that of its parameters. `sequence_parts`: into how many
     parts the received sequence is split. `why_unknown`: why it is unknown which results have to be carried to this
-    stage, if it is."""
+    stage, if it is. `around_more`: see `Passing`."""
 
     def __init__(
         self,
@@ -61,7 +61,9 @@ class Placeholders:
         device: torch.device | None = None,
         sequence_parts: int = 1,
         why_unknown: str = "",
+        around_more: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._around_more = around_more
         self.dependence: Dependence | None = None
         """Follows what is computed from stand-ins, in a forward that is watched."""
         self._stage = stage
@@ -212,7 +214,7 @@ class Placeholders:
             shape[-2] *= self._sequence_parts  # masks are made for whole sequences
         gets_grads = any(tensor.requires_grad for tensor in self._arrived.tensors)
         needs_grad = gets_grads and layout.dtype.is_floating_point
-        with torch.set_grad_enabled(needs_grad):
+        with torch.set_grad_enabled(needs_grad), nullcontext() if known is None else self._around_more():
             made = _varied(shape, layout.dtype, device, needs_grad=needs_grad)
         if needs_grad:  # reentrant checkpointing asks its arguments, and runs modules without gradients itself
             self._guard(made, str(result))
