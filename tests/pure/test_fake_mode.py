@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 SQUARE, WIDE, TURNED, HALF = "square", "wide", "turned", "half"
 LINE, ROW, BATCH, SINGLE = "line", "row", "batch", "single"
 HEADS, SUMS = "heads", "sums"
+PART, HALVES, POSITIONS, SPREAD, IMAGE, ALONE = "part", "halves", "positions", "spread", "image", "alone"
 """Tensors of `given`."""
 CALLS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     aten.alias.default: ((WIDE,), {}),
@@ -79,6 +80,37 @@ CALLS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+LAYOUTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "of a slice": (aten.neg.default, (PART,), {}),
+    "the first one decides": (aten.mul.Tensor, (HEADS, POSITIONS), {}),
+    "the second one has the shape": (aten.mul.Tensor, (POSITIONS, HEADS), {}),
+    "dims of one": (aten.mul.Tensor, (BATCH, SINGLE), {}),
+    "an expanded one": (aten.add.Tensor, (SPREAD, WIDE), {}),
+    "of other dtypes": (aten.mul.Tensor, (WIDE, HALF), {}),
+    "two that are turned": (aten.add.Tensor, (TURNED, WIDE), {"alpha": 3}),
+    "halves": (aten.cat.default, ([PART, HALVES], -1), {}),
+    "images": (aten.cat.default, ([IMAGE, IMAGE],), {}),
+    "one head": (aten.cat.default, ([ALONE, ALONE], 1), {}),
+    "dtypes are joined": (aten.cat.default, ([WIDE, HALF], 0), {}),
+    "copied as it lies": (aten._to_copy.default, (HEADS,), {"dtype": torch.bfloat16}),
+    "copied in rows": (
+        aten._to_copy.default,
+        (HEADS,),
+        {"dtype": torch.bfloat16, "memory_format": torch.contiguous_format},
+    ),
+    "a part is copied": (aten._to_copy.default, (PART,), {"dtype": torch.bfloat16}),
+    "an expanded one is copied": (aten._to_copy.default, (SPREAD,), {"dtype": torch.bfloat16}),
+    "a sum of several": (aten.sum.dim_IntList, (SQUARE, [0, -1]), {}),
+    "a sum of all": (aten.sum.dim_IntList, (SQUARE, None), {}),
+    "a sum that keeps dims": (aten.sum.dim_IntList, (IMAGE, [1], True), {}),
+    "a sum of heads": (aten.sum.dim_IntList, (HEADS, [2], True), {}),
+    "a mean in another dtype": (aten.mean.dim, (HALF, [0]), {"dtype": torch.float32}),
+    "put back": (aten.slice_backward.default, (TURNED, (6, 6), 0, 1, 5, 1), {}),
+}
+"""Operators whose results have a layout of their own, or another dtype: what is made at once, and what is left to
+torch."""
+
+
 def given() -> dict[str, torch.Tensor]:
     return {
         SQUARE: torch.ones(4, 4),
@@ -91,6 +123,12 @@ def given() -> dict[str, torch.Tensor]:
         HALF: torch.ones(4, 6, dtype=torch.bfloat16),
         HEADS: torch.ones(2, 5, 3, 4).transpose(1, 2),
         SUMS: torch.ones(2, 3, 5),
+        PART: torch.ones(2, 5, 3, 8).transpose(1, 2)[..., 2:6],
+        HALVES: torch.ones(2, 3, 5, 4),
+        POSITIONS: torch.ones(1, 1, 5, 4),
+        SPREAD: torch.ones(4, 1).expand(4, 6),
+        IMAGE: torch.ones(2, 3, 5, 4).to(memory_format=torch.channels_last),
+        ALONE: torch.ones(2, 5, 1, 4).transpose(1, 2),
     }
 
 
@@ -98,9 +136,10 @@ def storage_of(tensor: torch.Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def found(mode: FakeTensorMode, func: Callable[..., Any]) -> list[object]:
+def found(
+    mode: FakeTensorMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[object]:
     """Each result: which argument it is, and else of which it is a view, with all that is known of it."""
-    args, kwargs = CALLS[func]
     with mode:
         tensors = given()
 
@@ -124,7 +163,7 @@ def found(mode: FakeTensorMode, func: Callable[..., Any]) -> list[object]:
 
 @pytest.mark.parametrize("func", sorted(DIRECT, key=str), ids=str)
 def test_an_operator_finds_what_it_does_in_torch(func: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = found(FakeTensorMode(), func)
+    expected = found(FakeTensorMode(), func, *CALLS[func])
     left: list[object] = []
     dispatch = FakeTensorMode.dispatch
 
@@ -133,8 +172,13 @@ def test_an_operator_finds_what_it_does_in_torch(func: Callable[..., Any], monke
         return dispatch(mode, func, *more)  # type: ignore[arg-type]  # an operator
 
     monkeypatch.setattr(FakeTensorMode, "dispatch", noted)
-    assert found(FakeMode(), func) == expected
+    assert found(FakeMode(), func, *CALLS[func]) == expected
     assert func not in left
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_results_lie_as_in_torch(case: str) -> None:
+    assert found(FakeMode(), *LAYOUTS[case]) == found(FakeTensorMode(), *LAYOUTS[case])
 
 
 def test_what_is_not_all_fake_on_one_device_is_left_to_torch() -> None:

@@ -176,24 +176,29 @@ def test_a_bound_holds_what_a_schedule_does(schedule: str, num_chunks: int) -> N
     num_ranks, num_micro_batches = 4, 8
     made = schedule_for(schedule, num_ranks, num_micro_batches, num_chunks)
     held = {stage: 10 + stage % 5 * (stage % 3 + 1) for stage in range(made.num_stages)}
-    passes = [StagePass(2.0, 4.0, 1.0, 0.0, num + 3, num + 5, num) for num in held.values()]
+    aside = {stage: num + 2 * stage - 3 for stage, num in held.items()}
+    largest = {stage: max(num, aside[stage]) for stage, num in held.items()}
+    passes = [StagePass(2.0, 4.0, 1.0, 0.0, num + 3, num + 5, num, aside[stage]) for stage, num in held.items()]
     peaks = {"F": 3, "B": 5, "I": 0, "W": 0}
     shares = [1.0 + rank / 8 for rank in range(num_ranks)]
     order = Order.of(schedule, num_ranks, num_micro_batches, num_chunks)
     loads = {load.share: load.activations for load in order.loads(passes, shares)}
     for rank, share in enumerate(shares):
-        beside = held_beside(made, rank, held, held)
-        most = max(others + held[stage] + peaks[kind] for (kind, stage), others in beside.items())
+        beside = held_beside(made, rank, held, aside)
+        own = {"F": held, "B": held, "I": largest, "W": aside}
+        most = max(others + own[kind][stage] + peaks[kind] for (kind, stage), others in beside.items())
         assert loads[share] == most
     longest = max(run.seconds for run in order.runs(passes, shares, num_micro_batches))
     assert longest <= timed(made, lambda op: {"F": 2.0, "B": 4.0, "I": 3.0, "W": 1.0}[op.kind]).length
     assert longest > num_micro_batches * num_chunks * 6.0
 
 
-def test_a_first_half_leaves_what_it_puts_aside() -> None:
-    """Of three micro-batches on the second rank: what the first half leaves is less than what the forward did."""
-    beside = held_beside(zero_bubble(2, 3), 1, {1: 100}, {1: 7})
-    assert beside == {("F", 1): 7, ("I", 1): 7, ("W", 1): 7}
+@pytest.mark.parametrize("aside", [7, 1000])
+def test_a_first_half_leaves_what_it_puts_aside(aside: int) -> None:
+    """Of three micro-batches on the second rank: what the first half leaves is less than what the forward did, or more
+    where activations are computed again."""
+    beside = held_beside(zero_bubble(2, 3), 1, {1: 100}, {1: aside})
+    assert beside == {("F", 1): aside, ("I", 1): aside, ("W", 1): aside}
 
 
 def test_calls_of_a_loop() -> None:

@@ -69,13 +69,14 @@ def promised_and_made(
     make: Callable[[], Decoder] = Decoder,
     trains: bool = True,
     num_calls: int = 0,
+    activations: str = "keep",
 ) -> list[tuple[Footprint, int]]:
     """For each rank, the prediction and the peak of what its third step allocated: by the engine's schedule, or by a
     loop that calls the model so many times."""
     num_ranks = mesh["pp"] * mesh.get("dp", 1)
     x, y = batches(1, MICRO_BATCHES * ROWS, lengths=(LENGTH,))[0]
     plan = {"preset": preset, "mesh": mesh, "pipeline": {"schedule": schedule}}
-    plan["accumulate"] = num_calls or MICRO_BATCHES
+    plan |= {"accumulate": num_calls or MICRO_BATCHES, "activations": {"policy": activations}}
     given = list(zip(*(one.chunk(num_calls or 1) for one in (x, y)), strict=True))
 
     def step(engine: sw.Engine) -> None:
@@ -123,6 +124,14 @@ def test_micro_batches_in_flight_are_counted(
     for promised, made in promised_and_made(schedule, mesh, preset, make=make):
         held = promised.total - promised.process - promised.param - promised.optim
         assert 0.85 * held <= made <= 1.05 * held
+
+
+@pytest.mark.parametrize("activations", ["selective", "recompute"])
+def test_a_first_half_keeps_more_than_its_forward_if_activations_are_recomputed(activations: str) -> None:
+    """Inputs of all linear layers, which the forward has freed, and the gradients of their outputs."""
+    for promised, made in promised_and_made("zb-h1", {"pp": 4}, activations=activations):
+        held = promised.total - promised.process - promised.param - promised.optim
+        assert 0.8 * held <= made <= 1.05 * held
 
 
 @pytest.mark.parametrize(

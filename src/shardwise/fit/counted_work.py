@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.fit.operations import Copying, Operation, Operations, Worked
 from shardwise.program import Moment
@@ -46,6 +47,7 @@ BACKWARD_OF_ATTENTION = 2.5
 """Five products in its backward for two in its forward: scores are computed again (Dao et al., arXiv:2205.14135)."""
 
 Dispatch = Callable[..., Any]
+_Taken = tuple[Operations, Operations, Operations, int]
 
 
 class CountedOperations(UncompiledMode):
@@ -63,6 +65,9 @@ class CountedOperations(UncompiledMode):
         self.operations: list[Operation] = []
         self.recomputed: list[Operation] = []
         self.weights: list[Operation] = []
+        self._factors: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Storages from which `weights` are computed, and their bytes. The weak reference prevents that another one
+        gets the same identity."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if asks_device(func, args):
@@ -86,6 +91,8 @@ class CountedOperations(UncompiledMode):
             self.recomputed.append(self.operations[-1])
         elif _name(func) in ("mm", "_scaled_mm_v2") and not self._reads_params(given):
             self.weights.append(self.operations[-1])
+            for storage in (one.untyped_storage() for one in given):
+                self._factors.setdefault(storage_id(storage), (StorageWeakRef(storage), storage.nbytes()))
 
     def add(self, operation: Operation) -> None:
         """Count `operation`; equal ones are one object, because a model has many of them."""
@@ -95,12 +102,15 @@ class CountedOperations(UncompiledMode):
         """Whether an operand of a product is a parameter: then its result is the gradient of an input."""
         return any(storage_id(one.untyped_storage()) in self._resting for one in given)
 
-    def take(self) -> tuple[Operations, Operations, Operations]:
-        """What was counted since the last call: all, computed again, and for gradients of parameters."""
-        found = tuple(self.operations), tuple(self.recomputed), tuple(self.weights)
+    def take(self) -> _Taken:
+        """What was counted since the last call: all, computed again, and for gradients of parameters, and the bytes of
+        what these are computed from."""
+        factors_bytes = sum(num_bytes for _, num_bytes in self._factors.values())
+        found = tuple(self.operations), tuple(self.recomputed), tuple(self.weights), factors_bytes
         self.operations.clear()
         self.recomputed.clear()
         self.weights.clear()
+        self._factors.clear()
         return found
 
 
@@ -113,7 +123,7 @@ class CountedWork:
         self.ledger: Ledger = _CountingLedger(self._note_message)
         self._counting: CountedOperations | None = None
         self._num_ranks = dict(num_ranks or {})
-        self._known: dict[tuple[Operations, Operations, Operations], tuple[Operations, Operations, Operations]] = {}
+        self._known: dict[_Taken, _Taken] = {}
 
     @contextmanager
     def during(self, resting: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -124,12 +134,15 @@ class CountedWork:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, what is computed does not count: training computes it in its first step alone."""
-        assert self._counting is not None
-        self._counting.is_paused = True
+        counting = self._counting
+        if counting is None:
+            yield
+            return
+        before, counting.is_paused = counting.is_paused, True
         try:
             yield
         finally:
-            self._counting.is_paused = False
+            counting.is_paused = before
 
     def note_moment(self, moment: Moment) -> None:
         if self._counting is not None:

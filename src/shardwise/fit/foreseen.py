@@ -119,18 +119,22 @@ class RankUnits:
     stages_of_units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    _steps: dict[tuple[Trace, PrefetchBytes], StepProgram] = field(default_factory=dict, compare=False, repr=False)
+    _steps: dict[tuple[Trace, PrefetchBytes, bool], StepProgram] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def with_programs_of(self, other: RankUnits) -> RankUnits:
         """The same; if `other` has the same units, with the programs that are known of it, and will be."""
         return replace(self, _steps=other._steps) if self.units == other.units else self
 
-    def program(self, plan: Plan, counted: Counted) -> RankProgram:
-        """What a clock needs of such a rank, with its work as `count_step` has counted it."""
+    def program(self, plan: Plan, counted: Counted, *, checks: bool = True) -> RankProgram:
+        """What a clock needs of such a rank, with its work as `count_step` has counted it. `checks` is that of
+        `plan_step`."""
         trace, prefetch_bytes = counted.activations.trace, plan.prefetch_bytes
-        step = self._steps.get((trace, prefetch_bytes))
+        key = trace, prefetch_bytes, checks
+        step = self._steps.get(key)
         if step is None:
-            step = self._steps[trace, prefetch_bytes] = plan_step(self.units, trace, prefetch_bytes=prefetch_bytes)
+            step = self._steps[key] = plan_step(self.units, trace, prefetch_bytes=prefetch_bytes, checks=checks)
         sent, stages = counted.message_bytes, self.stages_of_units
         return RankProgram(step, counted.worked, self.rank, self.row, sent, stages, self.holders)
 

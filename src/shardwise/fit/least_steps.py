@@ -63,8 +63,8 @@ class Least:
 @dataclass(frozen=True)
 class StagePass:
     """One micro-batch in one stage: seconds of its forward and of its backward, of which those for gradients of
-    parameters may come later, and of the messages in both. Bytes of activations: at most meanwhile, and between the
-    two; without those of stages before it."""
+    parameters may come later, and of the messages in both. Bytes of activations: at most meanwhile, between the two,
+    and those from which such gradients are computed, which are kept until then; without those of stages before it."""
 
     forward: float
     backward: float
@@ -73,19 +73,20 @@ class StagePass:
     forward_bytes: int
     backward_bytes: int
     held_bytes: int
+    factors_bytes: int = 0
 
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
 
-    def holding(self, forward_bytes: float, backward_bytes: float, held_bytes: float) -> StagePass:
-        """The same with other activations."""
-        held = max(0, int(forward_bytes)), max(0, int(backward_bytes)), max(0, int(held_bytes))
-        return replace(self, forward_bytes=held[0], backward_bytes=held[1], held_bytes=held[2])
+    def holding(self, *num_bytes: float) -> StagePass:
+        """The same with other activations, in the order of `bytes`."""
+        forward, backward, held, factors = (max(0, int(one)) for one in num_bytes)
+        return replace(self, forward_bytes=forward, backward_bytes=backward, held_bytes=held, factors_bytes=factors)
 
     @property
-    def bytes(self) -> tuple[int, int, int]:
-        return self.forward_bytes, self.backward_bytes, self.held_bytes
+    def bytes(self) -> tuple[int, int, int, int]:
+        return self.forward_bytes, self.backward_bytes, self.held_bytes, self.factors_bytes
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Alone:
 
 @dataclass(frozen=True)
 class Record:
-    """What a whole model computes and holds in one micro-batch, by mark: the numbers of `Alone`, and bytes at most
-    meanwhile and then."""
+    """What a whole model computes and holds in one micro-batch, by mark: the numbers of `Alone`, bytes at most
+    meanwhile and then, and those from which gradients of parameters are computed."""
 
     moments: tuple[Moment, ...]
     is_forward: Numbers
@@ -111,10 +112,11 @@ class Record:
     alone: Mapping[str, Numbers]
     peak: Numbers
     live: Numbers
+    factors: Numbers
 
     @classmethod
-    def of(cls, marks: Sequence[Mark]) -> Record:
-        """Before anything is priced."""
+    def of(cls, marks: Sequence[Mark], factors: Sequence[int]) -> Record:
+        """Before anything is priced. `factors` has the last of them by mark."""
         return cls(
             tuple(mark.moment for mark in marks),
             np.array([mark.moment.phase == "forward" for mark in marks]),
@@ -122,6 +124,7 @@ class Record:
             {},
             np.array([mark.peak_bytes for mark in marks]),
             np.array([mark.live_bytes for mark in marks]),
+            np.array(factors),
         )
 
     def priced(self, alone: Sequence[Alone], places: Numbers) -> Record:
@@ -160,6 +163,7 @@ class Record:
             np.maximum(0, most(self.peak, in_forward) - ends[:-1]),
             np.maximum(0, most(self.peak, in_backward) - ends[:-1]),
             np.maximum(0, ends[1:] - ends[:-1]),
+            np.bincount(stage_of[in_backward], self.factors[in_backward], num_stages).astype(self.live.dtype),
         )
         return [StagePass(*of_stage) for of_stage in zip(*(one.tolist() for one in columns), strict=True)]
 
@@ -167,7 +171,8 @@ class Record:
 @dataclass(frozen=True)
 class Order:
     """What bounds need to know of a schedule, which is long: by rank its stages, how many second halves of backwards
-    follow the last first half, and how many other micro-batches each of its stages holds at most during an op."""
+    follow the last first half, and how many other micro-batches each of its stages holds at most during an op, and has
+    put aside."""
 
     stages: tuple[tuple[int, ...], ...]
     num_later: tuple[int, ...]
@@ -198,41 +203,44 @@ class Order:
             back += first.backward - first.weights
         return found
 
-    def loads(self, passes: Sequence[StagePass], shares: Sequence[float]) -> tuple[Load, ...]:
+    def loads(
+        self, passes: Sequence[StagePass], shares: Sequence[float], messages: Sequence[int] = ()
+    ) -> tuple[Load, ...]:
         """Of each rank, but for those with less than another: the first one has most micro-batches in flight, the last
-        one the loss, and any may have more layers than others."""
+        one the loss, and any may have more layers than others. `messages` are bytes in transit, by rank."""
         found: dict[float, int] = {}
-        for own, beside, share in zip(self.stages, self.beside, shares, strict=True):
-            held = [passes[stage].held_bytes for stage in own]
+        messages = messages or [0] * len(shares)
+        for own, beside, share, sent in zip(self.stages, self.beside, shares, messages, strict=True):
+            held = [passes[stage].held_bytes for stage in own] + [passes[stage].factors_bytes for stage in own]
             most = max(
                 _PEAKS[kind](passes[stage]) + max(sum(map(mul, numbers, held)) for numbers in every)
                 for (kind, stage), every in beside.items()
             )
-            found[share] = max(found.get(share, 0), most)
+            found[share] = max(found.get(share, 0), most + sent)
         return tuple(Load(share, most) for share, most in found.items())
 
 
 _PEAKS: Mapping[OpKind, Callable[[StagePass], int]] = {
     "F": lambda one: one.forward_bytes,
     "B": lambda one: one.backward_bytes,
-    "I": lambda one: one.held_bytes,
-    "W": lambda one: one.held_bytes,
+    "I": lambda one: max(one.held_bytes, one.factors_bytes),
+    "W": lambda one: one.factors_bytes,
 }
 
 
 def _held_beside(row: Sequence[Op], stages: Sequence[int]) -> dict[tuple[OpKind, int], frozenset[tuple[int, ...]]]:
-    """As `held_beside` in `program/in_flight.py`, in micro-batches, of which a first half of a backward frees none."""
-    numbers, places = [0] * len(stages), {stage: place for place, stage in enumerate(stages)}
-    begun: set[tuple[int, int]] = set()
+    """As `held_beside` in `program/in_flight.py`, in micro-batches: by stage those whose backward has not begun, and
+    then those of which a first half has put something aside."""
+    numbers, places = [0] * 2 * len(stages), {stage: place for place, stage in enumerate(stages)}
+    begun: dict[tuple[int, int], int] = {}
     found: dict[tuple[OpKind, int], set[tuple[int, ...]]] = {}
     for kind, batch, stage in row:
         if (stage, batch) in begun:
-            begun.remove((stage, batch))
-            numbers[places[stage]] -= 1
+            numbers[begun.pop((stage, batch))] -= 1
         found.setdefault((kind, stage), set()).add(tuple(numbers))
         if kind in "FI":
-            begun.add((stage, batch))
-            numbers[places[stage]] += 1
+            place = begun[stage, batch] = places[stage] + (len(stages) if kind == "I" else 0)
+            numbers[place] += 1
     return {key: frozenset(_most(every)) for key, every in found.items()}
 
 

@@ -6,9 +6,10 @@ lie or how many ranks copy them; so a few rehearsals serve many candidates. The 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import add
 
 import numpy as np
 import torch
@@ -25,13 +26,14 @@ from shardwise.fit.hardware import Hardware
 from shardwise.fit.least_steps import Alone, Least, Numbers, Order, Record, Run, StagePass
 from shardwise.fit.operations import COPYING, Operation, Operations, Worked, without
 from shardwise.fit.search import Evaluated, Limits
+from shardwise.fit.stage_rehearsal import in_transit
 from shardwise.fit.step_time import step_time
 from shardwise.memory import UnitChoice, choose_units, in_own_precision
 from shardwise.parallel.outline import Outline, outline
 from shardwise.parallel.pipeline import StageLayout, stage_layout
 from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
-from shardwise.plan.placement import mesh_for
+from shardwise.plan.placement import WIDTH, mesh_for
 from shardwise.program import END_OF_BACKWARD, Awaited, Footprint, Held, Mark, Moment, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.program.schedule import SCHEDULES, Op, schedule_of, schedule_of_calls
@@ -42,6 +44,8 @@ from shardwise.system.torch_private import tree_leaves, tree_map_only
 
 OPTIMISM = 0.9
 """Of the bytes and FLOPs of one sample: a larger micro-batch may take a little less for each of them."""
+CLOSE = 0.98
+"""Of the bytes that two split models tell of a third: allocators round small blocks up."""
 WITHIN = tuple(axis for axis in SPLITTING if axis != STAGE_AXIS)
 """Axes along which layers themselves are split."""
 Sharing = tuple[tuple[str, int, int], ...]
@@ -92,6 +96,8 @@ class ModelSubject:
     _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
     _outlines: dict[object, Outline] = field(default_factory=dict)
     _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
+    _widths: dict[PrecisionName | None, int] = field(default_factory=dict)
+    """Bytes of an element that computes."""
 
     def __post_init__(self) -> None:
         self.base = in_own_precision(self.base, self.model)
@@ -108,6 +114,7 @@ class ModelSubject:
             (units,) = rank_units(self.model, plan, mesh, None, self.updates, on_cpu=self.on_cpu)
             (counted,) = self._count(candidate)
             flats = [flat for unit in units.units for flat in unit.flats]
+            self._widths[precision] = max(WIDTH[flat.table.compute] for flat in flats)
             operations = [one for worked in counted.worked for one in worked.operations if one.flops]
             seconds = sum(one.flops / self.hardware.peak(one.dtype) for one in operations)
             moved = [sum(one.num_bytes for one in part.operations if one.kind == "evict") for part in counted.worked]
@@ -147,9 +154,8 @@ class ModelSubject:
         fewest ranks along `tp` first, for the usual number of samples; and where that is known, as it is."""
         whole = _of_model(candidate)
         if itself and not self._is_derived(whole):
-            near = replace(_along_tp(whole, _smallest_prime(whole.size("tp"))), rows=self._rows_of_size)
-            is_near = _key(near) == _key(whole) or self._is_rehearsed(near)
-            self._derived(candidate) if is_near else self._count(near)
+            near = next((one for one in self._nearer(whole) if not self._is_rehearsed(one)), None)
+            self._derived(candidate) if near is None else self._count(near)
         known = self._known.get(_key(whole))
         if known is None:
             known = self._known[_key(whole)] = self._known_of(whole)
@@ -160,6 +166,16 @@ class ModelSubject:
         if key not in self._least:
             self._least[key] = Least.of_all([self._least_of(candidate, one) for one in known])
         return self._least[key]
+
+    def _nearer(self, whole: Candidate) -> Iterator[Candidate]:
+        """What tells of it beforehand, if it is rehearsed, from far to near: its treatment on fewer ranks along `tp`,
+        of the usual number of samples; and on as many, if samples are what is derived."""
+        sizes, first = [whole.size("tp")], self._rows_of_size
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] // _smallest_prime(sizes[-1]))
+        is_counted = whole.rows in (first, 2 * first) or (self._first_is_apart and whole.rows < first)
+        for size in reversed(sizes[1:-1] if is_counted else sizes[:-1]):
+            yield replace(_along_tp(whole, size), rows=first)
 
     def _known_of(self, whole: Candidate) -> list[_Known]:
         """What tells of it: a rehearsal of its own split and treatment; or else of its treatment on fewer ranks along
@@ -216,8 +232,18 @@ class ModelSubject:
             return Least((Run(waiting),))
         rounds = min(accumulate, 2 * stages)
         order = Order.of(candidate.schedule, stages, rounds, candidate.chunks)
-        shares = self._stages(candidate).shares
-        return Least((Run(waiting), *order.runs(passes, shares, accumulate)), order.loads(passes, shares))
+        shares, runs = self._stages(candidate).shares, order.runs(passes, self._stages(candidate).shares, accumulate)
+        given_and_sent = [
+            _messages_of(stage, len(passes), self._message_bytes(candidate)) for stage in range(len(passes))
+        ]
+        with_messages = [
+            one.holding(*map(add, one.bytes, _beside_whole(given, sent)))
+            for one, (given, sent) in zip(passes, given_and_sent, strict=True)
+        ]
+        in_flight = [
+            sum(in_transit(stages, accumulate, *given_and_sent[stage]) for stage in own) for own in order.stages
+        ]
+        return Least((Run(waiting), *runs), order.loads(with_messages, shares, in_flight))
 
     def _passes(self, candidate: Candidate, known: _Known) -> list[StagePass]:
         """Of each stage of `candidate`, at least: see [Note: derived bounds]."""
@@ -230,20 +256,29 @@ class ModelSubject:
             passes = self._counted_passes(candidate, known.whole, known.share, splits=splits)
             if known.share < 1 or known.whole.rows != candidate.rows:
                 held = [[known.share * num for num in one.bytes] for one in passes]
+                more = candidate.rows / known.whole.rows
                 if known.fewer is not None:
                     fewer = self._counted_passes(candidate, known.fewer, known.share, splits=splits)
                     here, there, before = (1 / one.size("tp") for one in (candidate, known.whole, known.fewer))
                     beyond = (here - there) / (there - before)
+                    close = CLOSE if known.fewer.size("tp") > 1 and more <= 1 else OPTIMISM
                     for mine, one, other in zip(held, passes, fewer, strict=True):
                         affine = [num + beyond * (num - less) for num, less in zip(one.bytes, other.bytes, strict=True)]
-                        mine[:] = map(max, mine, (OPTIMISM * num for num in affine))
-                more = candidate.rows / known.whole.rows
+                        mine[:] = map(max, mine, (close * num for num in affine))
                 approximate = OPTIMISM * more if more > 1 or candidate.rows < self._rows_of_size else 1.0
-                passes = [
-                    one.holding(*(approximate * num for num in mine)) for one, mine in zip(passes, held, strict=True)
-                ]
+                of_unit = self._gradient_bytes(candidate) if more > 1 else 0.0
+                for mine in held:
+                    gradients = min(mine[1], of_unit)
+                    mine[:] = [approximate * num for num in mine]
+                    mine[1] += gradients - approximate * gradients
+                passes = [one.holding(*mine) for one, mine in zip(passes, held, strict=True)]
             self._known_passes[key] = passes
         return self._known_passes[key]
+
+    def _gradient_bytes(self, candidate: Candidate) -> int:
+        """Of a unit, at most, which a backward holds whatever the samples. How much of it is split along `tp` differs
+        between models."""
+        return self.size("keep", candidate.precision).largest_unit_numel * self._widths[candidate.precision]
 
     def _counted_passes(self, candidate: Candidate, known: Candidate, share: float, *, splits: bool) -> list[StagePass]:
         """Of each stage of `candidate`, from what was counted of `known`, of which a rank computes a `share`."""
@@ -339,11 +374,11 @@ class ModelSubject:
         return self._evaluated(candidate, plan, mesh, ranks, counted, is_exact=is_exact)
 
     def held(self, candidate: Candidate) -> int:
-        """Of the first rank of a pipeline, which has most micro-batches in flight, and of the last one, which has the
-        loss: a program for each of them, and no clock."""
+        """Of the first rank of a pipeline, which has most micro-batches in flight, of the second, which also holds what
+        has arrived, and of the last one, which has the loss: a program for each of them, and no clock."""
         plan, mesh = self._placed(candidate)
         ranks = self._ranks(candidate, plan, mesh)
-        places = (0, len(ranks) - 1)
+        places = sorted({0, 1, len(ranks) - 1})
         counted = self._derived_ranks(candidate, ranks, places)
         programs = _programs(plan, [ranks[place] for place in places], counted)
         return max(one.total for one in self._footprints(plan, programs, counted))
@@ -435,7 +470,7 @@ class ModelSubject:
         states beside a step (`survive`) are not in its time: on accelerators none are made, as all ranks restart; on
         processors, who gets one depends on which ranks are on which host, which is looked up rank by rank.
         """
-        programs = _programs(plan, ranks, counted)
+        programs = _programs(plan, ranks, counted, checks=is_exact)
         held = self._footprints(plan, programs, counted)
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         time = step_time(
@@ -504,10 +539,14 @@ class ModelSubject:
         return (_key(candidate), False) in self._counted
 
     def _message_bytes(self, candidate: Candidate) -> int:
-        """Of the activations of one micro-batch that a stage sends on: of two stages, unless the plan lists its own."""
+        """Of the activations of one micro-batch that a stage sends on: of two stages, unless the plan lists its own,
+        which send the same on any number of ranks along `tp`, unless these have parts of a sequence, or the plan says
+        what else is split."""
         kept = replace(candidate, rows=self.rows_of_batch, policy="keep")
         if self.base.pipeline.stages == "auto":
-            sizes = tuple((axis, 2 if axis == "pp" else size) for axis, size in candidate.sizes)
+            tensor = self.base.tensor
+            few = {"pp": 2} if tensor.sequence or tensor.plan is not None else {"pp": 2, "tp": 1}  # blocks return all
+            sizes = tuple((axis, few.get(axis, size)) for axis, size in candidate.sizes)
             kept = replace(kept, sizes=sizes, schedule=SCHEDULE, chunks=1, accumulate=2)
         found = self._count(kept, for_messages=True)
         most = max((num_bytes for one in found for num_bytes in one.message_bytes.values()), default=0)
@@ -581,17 +620,18 @@ class _Unpriced:
         different = {id(one.operations): one for one in counted.worked}
         place_of = {operations: place for place, operations in enumerate(different)}
         places = np.array([place_of[id(one.operations)] for one in counted.worked])
-        record = Record.of(counted.activations.marks)
+        record = Record.of(counted.activations.marks, [one.factors_bytes for one in counted.worked])
         record = replace(record, moments=known.setdefault(record.moments, record.moments))
         return cls(record, list(different.values()), places)
 
 
 # [Note: derived bounds] Of ranks along `tp`, twice as many do at least half each. What they hold is affine in their
 # inverse, as far as a part of it is split and the rest is not; so two numbers of them tell of more, but for what only
-# split models have, for which there is `OPTIMISM`. Of samples, fewer do and hold at least as much for each, and more
-# take at least as long together, hold as much for each but for what does not depend on them (`OPTIMISM` again), and
-# move as much. A bound for each treatment, number of ranks and of samples then costs two rehearsals of a treatment
-# instead of two for each number of ranks.
+# split models have, for which there is `OPTIMISM`, if one of the two is 1. A peak is the largest of several such
+# numbers, so that more ranks hold at least what two others say. Of samples, fewer do and hold at least as much for
+# each, and more take at least as long together, hold as much for each but for what does not depend on them (`OPTIMISM`
+# again), and move as much. A bound for each treatment, number of ranks and of samples then costs two rehearsals of a
+# treatment instead of two for each number of ranks.
 
 
 def _along_tp(whole: Candidate, size: int) -> Candidate:
@@ -676,11 +716,14 @@ def _with_rows(ranks: Sequence[RankUnits], rows: Sequence[tuple[Op, ...]]) -> li
     return [replace(rank, row=row) for rank, row in zip(ranks, rows, strict=True)]
 
 
-def _programs(plan: Plan, ranks: Sequence[RankUnits], counted: Sequence[Counted]) -> list[RankProgram]:
-    """What a clock needs of each rank, which has to know what all stages send."""
+def _programs(
+    plan: Plan, ranks: Sequence[RankUnits], counted: Sequence[Counted], *, checks: bool = False
+) -> list[RankProgram]:
+    """What a clock needs of each rank, which has to know what all stages send. What is only priced is not checked: what
+    is proposed is, as `shard` does."""
     sent = {stage: num_bytes for one in counted for stage, num_bytes in one.message_bytes.items()}
     counted = [replace(one, message_bytes=sent) for one in counted]
-    return [units.program(plan, one) for units, one in zip(ranks, counted, strict=True)]
+    return [units.program(plan, one, checks=checks) for units, one in zip(ranks, counted, strict=True)]
 
 
 # [Note: derived counts] A rehearsal takes a second or more, and a search would need hundreds. But what a model computes
@@ -717,7 +760,9 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
                 return None
             alike[id(some), id(same)] = tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True))
             parts.append(alike[id(some), id(same)])
-        worked.append(Worked(first.moment, *parts))
+        every, again, weights = parts
+        factors_bytes = _at(first.factors_bytes, second.factors_bytes, share)
+        worked.append(Worked(first.moment, every, again, weights, factors_bytes))
     one, other = few.activations, more.activations
     held = replace(
         one,
@@ -787,10 +832,6 @@ def _left_by_blocks(marks: Sequence[Mark]) -> int:
     return left
 
 
-MESSAGES_IN_FLIGHT = 4
-"""Of each stage: the next ones from either side, and copies of those sent to both."""
-
-
 def _of_stages(
     ranks: Sequence[RankUnits], places: Sequence[int] | None, whole: Counted, message_bytes: int
 ) -> list[Counted]:
@@ -802,9 +843,10 @@ def _of_stages(
             users.setdefault(name, set()).update(some)
     stage_of = stages_of([mark.moment for mark in whole.activations.marks], users)
     last = max(op.stage for rank in ranks for op in rank.row)
+    num_micro_batches = 1 + max(op.micro_batch for rank in ranks for op in rank.row)
     found = []
     for rank in ranks if places is None else [ranks[place] for place in places]:
-        stages = {}
+        stages, messages = {}, 0
         names_of = {
             stage: {name for name, some in rank.stages_of_units.items() if stage in some}
             for stage in {op.stage for op in rank.row}
@@ -814,22 +856,44 @@ def _of_stages(
             forward = [mark for mark in marks if mark.moment.phase == "forward"]
             if not forward:
                 raise ModelError(f"Stage {stage} of the pipeline has no unit whose activations are known.")
-            held = forward[-1].live_bytes + message_bytes
+            given, sent = _messages_of(stage, last + 1, message_bytes)
+            in_forward, in_backward, left, _ = _beside_whole(given, sent)
+            held = forward[-1].live_bytes + left
+            marks = [_above(mark, in_forward if mark.moment.phase == "forward" else in_backward) for mark in marks]
+            messages += in_transit(len(ranks), num_micro_batches, given, sent)
             heap = max(mark.heap_bytes for mark in marks)
             ended = Mark(END_OF_BACKWARD, 0, 0)
             own = replace(whole.activations, marks=(*marks, ended), peak_heap_bytes=heap)
-            stages[stage] = StageBytes(own, held, held)
+            aside = sum(one.factors_bytes for one, at in zip(whole.worked, stage_of, strict=True) if at == stage)
+            stages[stage] = StageBytes(own, held, aside)
         names = set().union(*names_of.values())
-        in_transit = MESSAGES_IN_FLIGHT * message_bytes * len(names_of)
-        held_by_rank = over_schedule(rank.row, stages, names, in_transit)
+        held_by_rank = over_schedule(rank.row, stages, names, messages)
         worked = tuple(
             one if stage in names_of else Worked(one.moment)
             for one, stage in zip(whole.worked, stage_of, strict=True)
             if one.moment.unit in names
         )
-        sent = {stage: message_bytes for stage in names_of if stage < last}
-        found.append(Counted(held_by_rank, {}, 0, worked, sent))
+        by_stage = {stage: message_bytes for stage in names_of if stage < last}
+        found.append(Counted(held_by_rank, {}, 0, worked, by_stage))
     return found
+
+
+def _messages_of(stage: int, num_stages: int, message_bytes: int) -> tuple[int, int]:
+    """Bytes that it is given, and that it sends on, of each micro-batch."""
+    return message_bytes if stage else 0, message_bytes if stage + 1 < num_stages else 0
+
+
+def _beside_whole(given: int, sent: int) -> tuple[int, int, int, int]:
+    """What a stage holds beside what the whole model holds there, in the order of `StagePass.bytes`: what has arrived,
+    and what stands for it until a module of this stage takes it, which checkpoints keep; and until its backward has
+    ended what it has handed over."""
+    return 2 * given, 2 * given + sent, 2 * given, 0
+
+
+def _above(mark: Mark, num_bytes: int) -> Mark:
+    """The same with so many bytes more."""
+    held = mark.peak_bytes + num_bytes, mark.live_bytes + num_bytes, mark.heap_bytes
+    return Mark(mark.moment, *held, mark.peaks_with(num_bytes), mark.awaited, mark.come_bytes)
 
 
 def stages_of(moments: Sequence[Moment], users: Mapping[str, set[int]]) -> list[int]:

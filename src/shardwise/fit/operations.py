@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
-from shardwise.program import Block, Moment
+from shardwise.program import Block, Moment, Phase
+from shardwise.program.action import Edge
 
 Computing = Literal["product", "attention", "memory"]
 Communicating = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
@@ -118,6 +119,8 @@ class Worked:
     operations: Operations = ()
     recomputed: Operations = ()
     weights: Operations = ()
+    factors_bytes: int = 0
+    """Of what `weights` are computed from, which a schedule keeps as long as it puts them off."""
 
 
 Work = Mapping[str, UnitWork] | Sequence[Worked]
@@ -166,10 +169,11 @@ def _of_unit(moment: Moment, work: Mapping[str, UnitWork]) -> Worked:
 def _in_schedule(blocks: Sequence[Block], work: Sequence[Worked]) -> Iterator[Worked]:
     """What was counted in one micro-batch, for each micro-batch of a schedule: by moment, and in the order of its uses
     within the pass."""
-    by_moment: dict[Moment, list[Worked]] = {}
+    by_moment: dict[_Counted, list[Worked]] = {}
     for one in work:
-        by_moment.setdefault(one.moment, []).append(one)
-    halves: dict[tuple[Moment, int], Worked] = {}
+        by_moment.setdefault(_counted_as(one.moment), []).append(one)
+    halves: dict[tuple[_Counted, Phase, int], Worked] = {}
+    nothing: dict[_Counted, Worked] = {}
     used: dict[Moment, int] = {}
     for block in blocks:
         moment = block.moment
@@ -177,25 +181,32 @@ def _in_schedule(blocks: Sequence[Block], work: Sequence[Worked]) -> Iterator[Wo
         found = by_moment.get(counted)
         is_end = not moment.unit and moment.micro_batch is None  # of all micro-batches, each of which has its own
         if is_end or (found is None and (moment.edge == "before" or not moment.unit)):
-            yield Worked(counted)
+            if counted not in nothing:
+                nothing[counted] = Worked(Moment(*counted))
+            yield nothing[counted]
             continue
         if found is None:
             raise ProgramError(f"What is computed before '{moment}' was not counted, so it has no time.")
-        place = min(used.get(moment, 0), len(found) - 1)
-        used[moment] = place + 1
-        if moment.phase not in ("backward_input", "backward_weights"):
+        place = 0
+        if len(found) > 1:
+            place = min(used.get(moment, 0), len(found) - 1)
+            used[moment] = place + 1
+        if moment.phase not in _HALVES:
             yield found[place]
             continue
-        plain = Moment(moment.edge, moment.phase, moment.unit)
-        if (plain, place) not in halves:
-            halves[plain, place] = _half(plain, found[place])
-        yield halves[plain, place]
+        if (counted, moment.phase, place) not in halves:
+            plain = Moment(moment.edge, moment.phase, moment.unit)
+            halves[counted, moment.phase, place] = _half(plain, found[place])
+        yield halves[counted, moment.phase, place]
 
 
-def _counted_as(moment: Moment) -> Moment:
-    """The moment of a single pass, with whole backwards."""
-    is_backward = moment.phase in ("backward_input", "backward_weights")
-    return Moment(moment.edge, "backward" if is_backward else moment.phase, moment.unit)
+_HALVES = ("backward_input", "backward_weights")
+_Counted = tuple[Edge, Phase, str]
+"""A moment of a single pass, with whole backwards. (Tuples are compared in less time.)"""
+
+
+def _counted_as(moment: Moment) -> _Counted:
+    return moment.edge, "backward" if moment.phase in _HALVES else moment.phase, moment.unit
 
 
 def _half(moment: Moment, whole: Worked) -> Worked:

@@ -372,7 +372,11 @@ class _Held:
 
 
 def _message_bytes(schedule: Schedule, given: StageMessageLayout | None, sent: StageMessageLayout | None) -> int:
-    """Bytes in flight beside an op: the next messages from either side, a copy of the last outputs sent, and gradients
-    that may not have been sent yet."""
-    most = 1 + min(most_under_way(schedule.num_ranks), schedule.num_micro_batches)
-    return (0 if given is None else most * given.num_bytes) + (0 if sent is None else 2 * sent.num_bytes)
+    num_bytes = (0 if layout is None else layout.num_bytes for layout in (given, sent))
+    return in_transit(schedule.num_ranks, schedule.num_micro_batches, *num_bytes)
+
+
+def in_transit(num_ranks: int, num_micro_batches: int, given_bytes: int, sent_bytes: int) -> int:
+    """Bytes in flight beside an op of a stage that is given so many and sends so many: the next messages from either
+    side, a copy of the last outputs sent, and gradients that may not have been sent yet."""
+    return (1 + min(most_under_way(num_ranks), num_micro_batches)) * given_bytes + 2 * sent_bytes

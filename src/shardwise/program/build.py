@@ -77,6 +77,8 @@ class Gathered:
 
     def make_whole(self, unit: UnitSpec) -> Actions:
         """The gathers of its flat buffers that are not whole, and the waits for those that are being updated."""
+        if not self._updating and self.is_whole(unit):
+            return ()
         updating = self._updating & {flat.name for flat in unit.flats}
         self._updating -= updating
         awaited = tuple(Action("wait", flat.name, "param") for flat in unit.flats if flat.name in updating)

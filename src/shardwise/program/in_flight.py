@@ -26,11 +26,11 @@ def held_beside(
     alive: dict[tuple[int, int], int] = {}
     most: dict[tuple[OpKind, int], int] = {}
     for kind, batch, stage in schedule.rows[rank]:
-        own = alive.pop((stage, batch), 0)
+        alive.pop((stage, batch), 0)
         others = sum(alive.values())
         most[kind, stage] = max(most.get((kind, stage), 0), others)
         if kind in "FI":
-            alive[stage, batch] = held[stage] if kind == "F" else min(own, aside[stage])
+            alive[stage, batch] = held[stage] if kind == "F" else aside[stage]
     return most
 
 
@@ -43,7 +43,8 @@ class StageBytes:
     held: int
     """Bytes that the forward leaves for the backward."""
     aside: int = 0
-    """Bytes that the first half of a backward leaves for the second."""
+    """Bytes that the first half of a backward leaves for the second: more than `held` where activations are computed
+    again."""
 
     @property
     def held_heap(self) -> int:
@@ -65,21 +66,25 @@ def over_schedule(
     """Those of them that lie there."""
     held_heap = {stage: found.held_heap for stage, found in stages.items()}
     peak_heap = 0
+    of_ops: dict[tuple[OpKind, int], list[Mark]] = {}
     marks: list[Mark] = []
     for op in row:
         own, own_heap = alive.pop((op.stage, op.micro_batch), 0), in_heap.pop((op.stage, op.micro_batch), 0)
+        aside = stages[op.stage].aside
         beside, heap = sum(alive.values()) + sent_bytes, sum(in_heap.values())
         peak_heap = max(peak_heap, stages[op.stage].activations.peak_heap_bytes + heap)
-        for mark in _marks_of(op, stages[op.stage], halved, min(own, stages[op.stage].aside)):
+        if (op.kind, op.stage) not in of_ops:
+            of_ops[op.kind, op.stage] = list(_marks_of(op, stages[op.stage], halved))
+        for mark in of_ops[op.kind, op.stage]:
             edge, phase, unit = mark.moment.edge, mark.moment.phase, mark.moment.unit
             moment = Moment(edge, phase, unit, op.micro_batch)  # `replace` takes several times as long
             peaks = mark.peaks_with(beside) if mark.peaks else ()
             held = mark.peak_bytes + beside, mark.live_bytes + beside, mark.heap_bytes + heap
             marks.append(Mark(moment, *held, peaks, mark.awaited, mark.come_bytes))
         if op.kind in "FI":
-            found = stages[op.stage]
-            alive[op.stage, op.micro_batch] = found.held if op.kind == "F" else min(own, found.aside)
-            in_heap[op.stage, op.micro_batch] = held_heap[op.stage] if op.kind == "F" else min(own_heap, found.aside)
+            alive[op.stage, op.micro_batch] = stages[op.stage].held if op.kind == "F" else aside
+            of_aside = min(aside, own_heap * max(own, aside) // own) if own else 0
+            in_heap[op.stage, op.micro_batch] = held_heap[op.stage] if op.kind == "F" else of_aside
     counted = [found.activations for found in stages.values()]
     return Activations(
         (*marks, Mark(END_OF_BACKWARD, sent_bytes, sent_bytes)),
@@ -91,20 +96,35 @@ def over_schedule(
     )
 
 
-def _marks_of(op: Op, found: StageBytes, halved: Container[str], aside: int) -> Iterator[Mark]:
-    """The marks of one op alone. A second half allocates what the whole backward allocates for weight gradients."""
-    marks = found.activations.marks
+def _marks_of(op: Op, found: StageBytes, halved: Container[str]) -> Iterator[Mark]:
+    """The marks of one op alone. A first half keeps equally much of each of its units, beside what the whole backward
+    holds; a second half allocates what that allocates for weight gradients."""
+    marks, aside = found.activations.marks, found.aside
+    num_halved = sum(_ends_half(mark, halved) for mark in marks) if op.kind == "I" else 0
+    num_ended = 0
     for last, mark in zip((None, *marks), marks, strict=False):
         in_forward = mark.moment.phase == "forward"
         if in_forward != (op.kind == "F"):
             continue
         is_halved = mark.moment.unit in halved
-        if op.kind == "I" and is_halved:
-            moment = Moment(mark.moment.edge, "backward_input", mark.moment.unit)
-            yield Mark(moment, mark.peak_bytes, mark.live_bytes, mark.heap_bytes)
+        if op.kind == "I":
+            before = aside * num_ended // num_halved if num_halved else 0
+            num_ended += _ends_half(mark, halved)
+            kept = aside * num_ended // num_halved if num_halved else 0
+            peak, live = max(mark.peak_bytes + before, mark.live_bytes + kept), mark.live_bytes + kept
+            if is_halved:
+                yield Mark(Moment(mark.moment.edge, "backward_input", mark.moment.unit), peak, live, mark.heap_bytes)
+            else:
+                peaks = mark.peaks_with(kept)
+                yield Mark(mark.moment, peak, live, mark.heap_bytes, peaks, mark.awaited, mark.come_bytes)
         elif op.kind != "W":
             yield mark
         elif is_halved or not mark.moment.unit:
             made = mark.peak_bytes - max(mark.live_bytes, last.live_bytes if last is not None else 0)
             phase: Phase = "backward_weights" if is_halved else "backward"
             yield Mark(Moment(mark.moment.edge, phase, mark.moment.unit), aside + max(0, made), aside)
+
+
+def _ends_half(mark: Mark, halved: Container[str]) -> bool:
+    moment = mark.moment
+    return moment.unit in halved and moment.edge == "after" and moment.phase != "forward"

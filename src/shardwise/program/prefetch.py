@@ -19,6 +19,8 @@ def prefetch(program: Program, full_bytes: Mapping[str, int], budget_bytes: int)
     next_before = _next_before(program)
     last_use: dict[str, int] = {}
     for home, block in enumerate(program):
+        if not block.actions:
+            continue
         for flat, bundle in _bundles(block.actions).items():
             full = ahead.last_above(home, budget_bytes - full_bytes[flat])
             goal = next_before[max(full, last_use.get(flat, -1)) + 1]

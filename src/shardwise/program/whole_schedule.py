@@ -83,9 +83,14 @@ def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool) ->
     blocks = []
     owed: dict[str, tuple[Action, ...]] = {}
     """By unit, what is done with it only at the end of the running backward."""
+    freed, held = ({unit.name: of(unit) for unit in units} for of in (free_due, drop_to_held))
+    late = {unit.name: lasting(unit) for unit in units}
+    reduced = {
+        (unit.name, is_last): reductions_due(unit, is_last=is_last) for unit in units for is_last in (False, True)
+    }
     for index, moment in enumerate(trace):
         if not moment.unit:
-            blocks.append(Block(moment, gathered.drop(action for late in owed.values() for action in late)))
+            blocks.append(Block(moment, gathered.drop(action for some in owed.values() for action in some)))
             owed.clear()
             continue
         unit = by_name[moment.unit]
@@ -94,16 +99,15 @@ def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool) ->
             due = gathered.make_whole(unit) if moment.needs_params else ()
         else:
             if moment.needs_params and needs.is_over(index):
-                due = free_due(unit)
+                due = freed[unit.name]
             elif moment.needs_params and not needs.is_next(index):
-                due = drop_to_held(unit)
-            if moment.phase != "forward":
-                late = lasting(unit)
-                owed[unit.name] = tuple(action for action in due if action.flat in late)
-                due = tuple(action for action in due if action.flat not in late)
+                due = held[unit.name]
+            if moment.phase != "forward" and late[unit.name]:
+                owed[unit.name] = tuple(action for action in due if action.flat in late[unit.name])
+                due = tuple(action for action in due if action.flat not in late[unit.name])
             if reduces and _has_left_gradients(moment):
-                due = (*due, *reductions_due(unit, is_last=last[moment.unit] == index))
-            due = gathered.drop(due)
+                due = (*due, *reduced[unit.name, last[moment.unit] == index])
+            due = gathered.drop(due) if due else ()
         if not gathered.is_whole(unit):
             needs.note_absent(index)
         blocks.append(Block(moment, due))
