@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
+from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes, require_apart
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, Written, note_taken, require_own_copies, terms_in
 from shardwise.system.graph_nodes import is_of_stages
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
@@ -74,6 +74,7 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return use(func, args, kwargs)
     if any(source_of(handle).in_stage for handle in handles):
         require_own_copies(func, args)
+    require_apart(func, args, kwargs)
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
