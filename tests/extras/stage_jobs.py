@@ -133,6 +133,52 @@ def images_labelled(plan: Any, **settings: Any) -> dict[str, Any]:
     return result(trained(plan, transformers.ViTForImageClassification(config), (data, tests), **settings))
 
 
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+WORDS = {**TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 0, "eos_token_id": 2}
+
+
+def in_pairs(found: Rows) -> dict[str, Any]:
+    """Images with their texts, whose model computes a loss if it is asked to."""
+    return {**{name: torch.stack([row[name] for row in found]) for name in found[0]}, "return_loss": True}
+
+
+def matched(plan: Any, kind: str, **settings: Any) -> dict[str, Any]:
+    """Two towers, of images and of texts, whose results are compared within a batch: CLIP and SigLIP."""
+    torch.manual_seed(0)
+    seeing = {**TOWER, "image_size": 16, "patch_size": 8}
+    config = transformers.AutoConfig.for_model(kind, text_config=WORDS, vision_config=seeing)
+    model = transformers.AutoModel.from_config(config)
+    data, tests = (
+        [
+            {"input_ids": row["input_ids"].index_fill(0, torch.tensor([-1]), 2), "pixel_values": torch.randn(3, 16, 16)}
+            for row in rows(*one)
+        ]
+        for one in ((48,), (8, 1))
+    )
+    return result(trained(plan, model, (data, tests), in_pairs, **settings))
+
+
+def seen_in_text(plan: Any, **settings: Any) -> dict[str, Any]:
+    """Idefics3, with one image or none in each sample."""
+    torch.manual_seed(0)
+    text = transformers.LlamaConfig(**{**WORDS, "num_hidden_layers": 3}, num_key_value_heads=2, use_cache=False)
+    seeing = {**TOWER, "image_size": 16, "patch_size": 4, "num_channels": 3}
+    config = transformers.Idefics3Config(
+        vision_config=seeing, text_config=text, image_token_id=VOCABULARY - 1, scale_factor=2
+    )
+    model = transformers.Idefics3ForConditionalGeneration(config)
+
+    def illustrated(found: Rows) -> Rows:
+        for number, row in enumerate(found):
+            has_image, ids = number % 3 != 1, row["input_ids"] % (VOCABULARY - 1)
+            ids[2:6] = VOCABULARY - 1 if has_image else 3  # as many tokens as its connector makes of an image
+            row["input_ids"], row["labels"] = ids, ids.masked_fill(ids == VOCABULARY - 1, -100)
+            row["pixel_values"] = torch.randn(1, 3, 16, 16) * has_image
+        return found
+
+    return result(trained(plan, model, (illustrated(padded(48)), illustrated(padded(8, 1))), **settings))
+
+
 def sequences_labelled(plan: Any, model: str = "llama", **settings: Any) -> dict[str, Any]:
     """Sequence classification."""
 

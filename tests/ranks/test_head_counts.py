@@ -339,6 +339,22 @@ def asserted(_: Any, y: Tensor) -> Tensor:
     return doubled
 
 
+class Fused(torch.autograd.Function):
+    """A product whose gradients are computed in the forward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.detach().clone()
+        ctx.save_for_backward(x, weight)
+        return x.detach() @ weight.mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
+FOREIGN = r"blocks.0 computes with blocks.0.up.weight, \[72, 24\], of which tensor.plan leaves \[36, 24\]"
 OF_ALL_FEATURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "mean": (
         lambda _, y: y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt(),
@@ -355,8 +371,21 @@ OF_ALL_FEATURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     ),
     "a foreign weight": (
         lambda module, y: y + functional.linear(module.norm1(module.down(y)), module.up.weight),
-        r"blocks.0 multiplies with blocks.0.up.weight, \[72, 24\], of which tensor.plan leaves \[36, 24\]",
+        FOREIGN,
     ),
+    "a foreign weight, turned": (lambda module, y: y + module.norm1(module.down(y)) @ module.up.weight.t(), FOREIGN),
+    "a foreign weight, widened": (
+        lambda module, y: (
+            y + functional.linear(module.norm1(module.down(y)).double(), module.up.weight.double()).float()
+        ),
+        FOREIGN,
+    ),
+    "a foreign weight in a function": (
+        lambda module, y: y + Fused.apply(module.norm1(module.down(y)), module.up.weight),
+        FOREIGN,
+    ),
+    "a sum over a foreign weight": (lambda module, y: y * (1 + module.up.weight.square().sum()), FOREIGN),
+    "rows of a foreign weight": (lambda module, y: y * module.up.weight[:3].amax(), FOREIGN),
     "a number for each": (
         lambda module, y: y * module.gain,
         r"The forward of blocks.0 fails on the part of the features",

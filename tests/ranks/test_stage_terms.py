@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from pipelined import batches
 from torch import nn
 from twins import adamw
@@ -627,6 +628,15 @@ OF_A_PART: dict[str, Callable[[Tensor], Any]] = {
     "a comparison": lambda values: torch.equal(values, values + 0),
     "a comparison of products": lambda values: torch.allclose(values * 2, values + values),
     "a file": lambda values: pickle.dumps(values.cpu().clone()),
+    "its first row, written": lambda values: values.__setitem__(0, 0.5),
+    "rows from one on, written": lambda values: values.__setitem__((slice(20, None), slice(None)), 0.5),
+    "rows, filled": lambda values: values.index_fill_(0, torch.tensor([0]), 0.5),
+    "new values": lambda values: values.normal_(generator=torch.Generator().manual_seed(0)),
+    "first values": nn.init.kaiming_uniform_,
+    "a softmax over its rows": lambda values: values.softmax(0),
+    "another order": lambda values: values.flip(0),
+    "columns of length one": lambda values: F.normalize(values, dim=0),
+    "a triangle": lambda values: values.tril_(),
 }
 
 
@@ -638,12 +648,17 @@ def test_values_of_a_part_are_not_taken_for_the_whole(kind: str, preset: str) ->
 
     def rank(world: sw.World) -> None:
         model = models[world.rank]
-        with sw.shard(model, full, optimizer=adamw(model), world=world):
+        with sw.shard(model, full, optimizer=adamw(model), world=world) as engine:
+            before = engine.get("blocks.1.up.weight")
             for values in (model.blocks[1].up.weight.detach(), model.blocks[1].up.weight.data.clone()):
                 with pytest.raises(StateError, match=r"this rank has .* would compute with that part alone"):
                     OF_A_PART[kind](values)
+            torch.testing.assert_close(engine.get("blocks.1.up.weight"), before, rtol=0, atol=0)
             OF_A_PART[kind](model.head.weight.detach())  # which is whole
             assert values.cpu().mul(2).shape == values.shape
+            assert values.softmax(1).shape == values.shape
+            values[:, 0] = 0.5  # a whole column
+            values[values > 1] = 1
             assert not torch.equal(values, torch.zeros(values.shape))  # somebody knows that it is a part
 
     run_ranks(2, rank)

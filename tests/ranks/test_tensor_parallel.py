@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from collections.abc import Callable
@@ -555,6 +556,32 @@ def test_sums_over_split_parameters_are_the_whole_ones_in_a_loss(term: str, pres
                 torch.testing.assert_close(engine.get(name, "grad"), param.grad)
 
     run_ranks(4, rank)
+
+
+@pytest.mark.parametrize("use", ["without a block", "a shallow copy"])
+def test_a_plan_is_checked_in_the_model_that_is_called(use: str) -> None:
+    """The first forward, which is checked, calls other modules than `shard` has seen."""
+
+    def called(model: Any) -> Any:
+        if use == "a shallow copy":
+            return copy.copy(model)
+        del model.blocks[-1]
+        return model
+
+    twin = seeded(Transformer)
+    loss = called(twin)(tokens(0))
+    loss.backward()
+
+    def work(engine: sw.Engine) -> None:
+        ours = called(engine.module)(tokens(0))
+        torch.testing.assert_close(ours.detach(), loss.detach())
+        ours.backward()
+        for name, param in twin.named_parameters():
+            torch.testing.assert_close(engine.get(name, "grad"), param.grad)
+
+    work_on_ranks(
+        2, work, {"preset": "zero1", "mesh": {"tp": 2}, "tensor": TENSOR}, lambda: seeded(Transformer), optimizer_of
+    )
 
 
 def test_whole_tensors_are_read_and_written() -> None:

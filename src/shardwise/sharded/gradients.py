@@ -139,6 +139,13 @@ class Gradients:
         if self._prepared_at != self._moment():
             self._bring()
 
+    def agree_on_changes(self) -> None:
+        """Prepare, and in stages let all ranks compute the norm anew if one has changed gradients since: of a module
+        that it alone has, such as a head whose gradients a loop drops."""
+        self.prepare()
+        if self.is_of_stage and any(any(told) for told in self._exchange(bytes([self._norm_before is None]))):
+            self._forget_figures()
+
     def norm(self) -> Norm:
         """The global 2-norm of the current gradients. On a device it has not been waited for."""
         self.prepare()
@@ -216,6 +223,10 @@ class Gradients:
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale to a global norm of at most `max_norm`; returns the norm before."""
+        self.agree_on_changes()
+        return self._clip(max_norm, norm_type)
+
+    def _clip(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         norm = self.norm()
         if norm_type != 2:
             norm = norm_of(self._flats, norm_type, self._exchange)
@@ -228,7 +239,7 @@ class Gradients:
     def clip_by_plan(self, max_norm: float) -> None:
         """Apply the plan's `clip_grad_norm` before an update, once, however many optimizers there are."""
         if not self._is_clipped_by_plan:
-            self.clip(max_norm)
+            self._clip(max_norm)
             self._is_clipped_by_plan = True
 
     # -- one parameter ----------------------------------------------------------------------------------

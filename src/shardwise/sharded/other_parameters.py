@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.sharded.at_rest.handles import Resting
+from shardwise.system.graph_nodes import nodes_of
 
 _log = logging.getLogger("shardwise")
 
@@ -31,14 +31,7 @@ def tell_of_others(loss: torch.Tensor) -> None:
 
 def _parameters_of(loss: torch.Tensor) -> Iterator[nn.Parameter]:
     """Those at the ends of its graph, each once or more."""
-    seen: set[Any] = set()
-    nodes: list[Any] = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of([loss]):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter):
             yield leaf
-        nodes += [other for other, _ in node.next_functions]

@@ -411,7 +411,7 @@ class ShardedModel(NotCopied):
         if self.disk is not None:
             self.disk.require_whole()
         if self.parts.pipeline is not None:  # a rank that has read gradients of its modules alone has agreed on them
-            self.parts.gradients.prepare()
+            self.parts.gradients.agree_on_changes()
         self.world.journal.mark(hyper_digest(member))  # the next collective compares it
         self.parts.runner.end_calls()  # also where gradients have been prepared before
         self.progress.gradient_norm = self.parts.gradients.norm_before_clipping()

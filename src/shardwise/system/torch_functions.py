@@ -36,6 +36,31 @@ def dims_of(
     return [one % given.dim() for one in several if isinstance(one, int) and not isinstance(one, bool) and given.dim()]
 
 
+SHAPED_ALONG: Mapping[Function, tuple[int, int | None]] = {
+    **dict.fromkeys(named("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "flip"), (1, None)),
+    **dict.fromkeys(named("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(named("roll"), (2, None)),
+    **dict.fromkeys(named("normalize"), (2, 1)),
+}
+"""Functions that mix along dimensions and leave the shape alone, with the place of that argument, and its default."""
+
+
+def picks(index: Any, num_dims: int, size: int, dim: int) -> bool:
+    """Whether an index of a tensor takes some of the `size` entries of its dimension `dim`."""
+    place = 0
+    index = index if isinstance(index, tuple) else (index,)
+    taken = sum(num_indexed(one) for one in index)
+    for one in index:
+        if place == dim and one is not None and one is not Ellipsis:
+            if isinstance(one, slice):
+                return one.indices(size) != (0, size, 1)
+            return True
+        place += num_dims - taken if one is Ellipsis else num_indexed(one)
+        if place > dim:
+            return False
+    return False
+
+
 def operator_name(operator: Any) -> str:
     """`add_` of `aten::add_.Tensor`."""
     return str(operator._schema.name.partition("::")[2])

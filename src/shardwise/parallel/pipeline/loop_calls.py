@@ -43,6 +43,7 @@ from shardwise.program.schedule import Op
 from shardwise.runtime import refuse_transformed_calls
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
 from shardwise.runtime.nested import tensors_in
+from shardwise.system.graph_nodes import note_stages
 from shardwise.system.telemetry import STAGES, Timeline
 from shardwise.system.units import format_bytes
 
@@ -345,6 +346,7 @@ class LoopCalls:
             return [tensor.detach() for tensor in tensors]
         anchor = torch.zeros((), requires_grad=True, device=tensors[with_grad[0]].device)
         attached = _Stages.apply(self, call, anchor, *(tensors[number].detach() for number in with_grad))  # type: ignore[no-untyped-call]  # torch's own
+        note_stages(attached[0].grad_fn)
         tensors = [tensor.detach() for tensor in tensors]
         for number, tensor in zip(with_grad, attached, strict=True):
             tensors[number] = tensor

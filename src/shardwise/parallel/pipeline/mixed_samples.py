@@ -21,16 +21,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.runtime.nested import argument_tensors
-from shardwise.system.torch_functions import dims_of, named
+from shardwise.system.torch_functions import SHAPED_ALONG, dims_of, named
 
 Tensor = torch.Tensor
-_ALONG: Mapping[Callable[..., Any], tuple[int, int | None]] = {
-    **dict.fromkeys(named("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "flip"), (1, None)),
-    **dict.fromkeys(named("sort", "argsort"), (1, -1)),
-    **dict.fromkeys(named("roll"), (2, None)),
-    **dict.fromkeys(named("normalize"), (2, 1)),
-}
-"""Functions that mix along dimensions and leave the shape alone, with the place of that argument, and its default."""
 _OTHERS = frozenset(named("histc"))
 """Count, and compute nothing that trains."""
 
@@ -115,8 +108,9 @@ class MixedSamples(TorchFunctionMode):
         if func in _OTHERS or getattr(func, "__name__", "").startswith("new_"):
             return False
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if func in _ALONG and first is not None:
-            return any(first.shape[dim] % self._num_samples == 0 for dim in dims_of(first, args, kwargs, *_ALONG[func]))
+        if func in SHAPED_ALONG and first is not None:
+            dims = dims_of(first, args, kwargs, *SHAPED_ALONG[func])
+            return any(first.shape[dim] % self._num_samples == 0 for dim in dims)
         if func is functional.batch_norm:
             return bool(args[5] if len(args) > 5 else kwargs.get("training"))
         if func is Tensor.__getitem__ and first is not None and first.shape[0] == self._num_samples:

@@ -188,6 +188,14 @@ class PlaceholderModule(nn.Module):
             super().__delattr__(name)
 
 
+class BatchNormElsewhere(nn.modules.batchnorm._BatchNorm):
+    """On a rank without batch norms: `torch.optim.swa_utils.update_bn` asks whether a model has any, and returns at
+    once if it finds none, while ranks that have some call the model."""
+
+    def __init__(self) -> None:
+        super().__init__(0, affine=False, track_running_stats=False)
+
+
 class _Inner(PlaceholderModule):
     """Stands for a module inside of a module of another stage."""
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from traceback import walk_tb
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,7 +28,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
-from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule, asked_for_parameters, refuse_states
+from shardwise.parallel.pipeline.placeholder_modules import (
+    BatchNormElsewhere,
+    PlaceholderModule,
+    asked_for_parameters,
+    refuse_states,
+)
 from shardwise.parallel.pipeline.placeholder_values import Placeholders, TensorFacts
 from shardwise.parallel.pipeline.stage_layout import Span, StageLayout, params_between, refuse_sums_over_layers
 from shardwise.parallel.pipeline.stage_messages import (
@@ -52,6 +58,8 @@ Forward = Callable[..., Any]
 Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 _CALL = "_compiled_call_impl"
 """What torch's `Module.__call__` calls in the place of forward and hooks, if it is there."""
+_CALL_CODE = nn.Module._call_impl.__code__
+_NO_SCRIPTS = frozenset({"builtins", "torch", "shardwise"})
 PLAIN_LOOP = (
     "This engine's plan splits the model into pipeline stages, of which each rank has its own. Call the whole model as "
     "model(batch) or engine(batch), on all ranks of the pipeline, and not its forward or parts of it. In a job that "
@@ -254,6 +262,10 @@ class StagedModel:
         self._handles: list[RemovableHandle] = []
         self._forwards = [one.forward for one in self.wholes]
         self._tells_of_parts = True
+        if not any(map(_has_batch_norm, self.own_modules())):
+            for one in self._slots:
+                if _has_batch_norm(modules[one.name]):
+                    one.absent.add_module("batch_norm", BatchNormElsewhere())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StagedModel:
         """For a rehearsal, which puts no other stages back: to copy the parameters that wait for that in an elastic
@@ -582,6 +594,9 @@ class StagedModel:
             if now.unwinds:
                 raise
             return end.output
+        except Exception as error:
+            self._refuse_exit(error)
+            raise
         finally:
             now.is_in_forward = False
         if not self.ends_here:
@@ -593,6 +608,25 @@ class StagedModel:
             )
         self._check_entered(now)
         return output
+
+    def _refuse_exit(self, error: Exception) -> None:
+        """Raise in place of an exception of the script's own class that comes out of a module of a stage, such as one
+        by which a hook leaves the forward with features. Code that catches it would go on alone: the other ranks have
+        no such hook, and wait for what follows."""
+        kind = type(error)
+        if kind.__module__.partition(".")[0] in _NO_SCRIPTS or (name := self._raised_in(error)) is None:
+            return
+        raise StateError(
+            f"{kind.__name__} was raised in {name}: {error}. A forward in pipeline stages cannot be left early, as "
+            f"other ranks wait for what this one sends. Let a hook keep what it wants and the forward go on, or let "
+            f"the model return that."
+        ) from error
+
+    def _raised_in(self, error: Exception) -> str | None:
+        """The name of the stage's module out of whose call `error` comes."""
+        own = {one.own: one.absent._name for one in self._slots if one.own is not None}
+        called = [frame.f_locals["self"] for frame, _ in walk_tb(error.__traceback__) if frame.f_code is _CALL_CODE]
+        return next((own[one] for one in called if one in own), None)
 
     def _take(
         self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -759,6 +793,10 @@ def _same_hooks(slots: Sequence[_Slot]) -> Iterator[None]:
             for (module, other), hooks in zip(pairs, new, strict=True):
                 for hook in sorted(hooks):
                     nn.Module.register_forward_hook(other, module._forward_hooks[hook])
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in module.modules())
 
 
 def _part_of(name: str, model: nn.Module) -> str:

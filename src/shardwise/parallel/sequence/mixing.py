@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named, num_indexed
+from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named, picks
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -97,7 +97,7 @@ def mixes(
     if func in _DIM_AT:
         is_mixing = _works_along(func, given, args, kwargs, num_tokens, has_tokens, dim)
     elif func in _INDEXING:
-        is_mixing = has_tokens(given) and _picks(args[1], given.dim(), num_tokens, dim)
+        is_mixing = has_tokens(given) and picks(args[1], given.dim(), num_tokens, dim)
     elif func is functional.pad:
         pads = args[1] if len(args) > 1 else kwargs.get("pad", ())
         start = 2 * (given.dim() - 1 - dim)
@@ -130,22 +130,6 @@ def _works_along(
     if func in _SOFTMAX and given.dim() == 4 and dims == [3]:  # weights of an attention of the model's own
         return given.shape[-2:] == (num_tokens, num_tokens)
     return dim in dims and has_tokens(given)
-
-
-def _picks(index: Any, num_dims: int, num_tokens: int, of_tokens: int) -> bool:
-    """Whether an index takes some of the entries of dimension `of_tokens`."""
-    dim = 0
-    index = index if isinstance(index, tuple) else (index,)
-    taken = sum(num_indexed(one) for one in index)
-    for one in index:
-        if dim == of_tokens and one is not None and one is not Ellipsis:
-            if isinstance(one, slice):
-                return one.indices(num_tokens) != (0, num_tokens, 1)
-            return True
-        dim += num_dims - taken if one is Ellipsis else num_indexed(one)
-        if dim > of_tokens:
-            return False
-    return False
 
 
 def _added_up(

@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -110,7 +111,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ForeignWeight:
-    """The weight of another module, with which that at `path` multiplies."""
+    """The weight of another module, with which that at `path` computes."""
 
     path: str
     name: str
@@ -299,7 +300,7 @@ def _wrong(whole: Step, part: Step, parts: Collection[int]) -> str:
             )
         case ForeignWeight(), ForeignWeight() if whole.shape != part.shape:
             return (
-                f"{where} multiplies with {whole.name}, {list(whole.shape)}, of which tensor.plan leaves "
+                f"{where} computes with {whole.name}, {list(whole.shape)}, of which tensor.plan leaves "
                 f"{list(part.shape)} on a rank along {AXIS}. Let a module of its own have the weight (such as "
                 f"head.weight = embed.weight, with the style vocabulary), gather it there with "
                 f"sw.tensor.whole_head(module), or leave the module out of tensor.plan."
@@ -433,7 +434,14 @@ class _Record(TorchFunctionMode):
         self._found = found
         self._stack = stack
         self._names = {param: name for name, param in model.named_parameters()}
-        self._modules = dict(model.named_modules())
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], nn.Parameter]] = {}
+        """Tensors of as many elements that were made of parameters, such as `weight.t()` and `weight.float()`, by their
+        ids, each with its parameter."""
+        self._owners: dict[nn.Parameter, set[str]] = {}
+        """The modules that have each parameter."""
+        for path, module in model.named_modules():
+            for param in module.parameters(recurse=False):
+                self._owners.setdefault(param, set()).add(path)
         self.path = ""
         """The module in which the last function of torch was called."""
 
@@ -447,15 +455,29 @@ class _Record(TorchFunctionMode):
         if self._stack:
             self.path = self._stack[-1]
         result = func(*args, **(kwargs or {}))
-        if func in _WATCHED:
+        weight = self._weight_of(args[0]) if args else None
+        if weight is not None and isinstance(result, torch.Tensor) and result.numel() == weight.numel():
+            self._made[id(result)] = weakref.ref(result), weight
+        if func in _WATCHED or weight is not None:
             self._found += self._steps(func, args, kwargs or {}, result)
         return result
+
+    def _weight_of(self, one: object) -> nn.Parameter | None:
+        """The parameter that `one` is, or of which it was made."""
+        if isinstance(one, nn.Parameter) and one in self._names:
+            return one
+        made, weight = self._made.get(id(one), (lambda: None, None))
+        return weight if made() is one else None
 
     def _steps(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> Iterator[Step]:
         path = self.path
         given = args[0] if args else None
+        if func not in _PRODUCTS and self._is_some(given, func, result):
+            yield from self._foreign(path, args[:1])
+        if func not in _WATCHED:
+            return
         if func in PRODUCTS_OF_TWO and not any(one in self._names for one in tree_leaves(args) if _is_tensor(one)):
             yield Reduction(path, func.__name__, _sizes_added_up(func, args, kwargs))
         if not isinstance(given, torch.Tensor):
@@ -469,10 +491,7 @@ class _Record(TorchFunctionMode):
         elif func in _RECURRENT:
             yield Mixing(path, func.__name__, math.prod(given.shape[:-1]))
         elif func in _PRODUCTS:
-            own = self._modules[path]._parameters.values() if path in self._modules else ()
-            for one in args[:2]:
-                if one in self._names and all(one is not param for param in own):
-                    yield ForeignWeight(path, self._names[one], tuple(one.shape))
+            yield from self._foreign(path, args[:2])
         elif not given.is_floating_point():
             return
         elif func in _VIEWS and isinstance(result, torch.Tensor):
@@ -485,6 +504,17 @@ class _Record(TorchFunctionMode):
             yield Cut(path, given.shape[dim], result[0].shape[dim])
         elif func is torch.Tensor.__getitem__ and _is_last(args[1]):
             yield Cut(path, given.shape[-1], result.shape[-1])
+
+    def _is_some(self, given: object, func: Callable[..., Any], result: object) -> bool:
+        """Whether `result` is a sum over a weight, or some of its values, and not only like it (`weight.new_zeros`)."""
+        weight = self._weight_of(given)
+        is_fewer = weight is not None and isinstance(result, torch.Tensor) and result.numel() != weight.numel()
+        return is_fewer and not getattr(func, "__name__", "").startswith("new_")
+
+    def _foreign(self, path: str, given: Iterable[Any]) -> Iterator[ForeignWeight]:
+        for weight in map(self._weight_of, given):
+            if weight is not None and path not in self._owners[weight]:
+                yield ForeignWeight(path, self._names[weight], tuple(weight.shape))
 
 
 def _sizes_added_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape:

@@ -91,7 +91,8 @@ class Twin:
 
     def _unit(self, unit: Unit) -> Unit:
         flats: tuple[Flat, ...] = tuple(self._flats[flat.name] for flat in unit.flats)
-        return Unit(unit.spec, flats, [self._memo[id(site)] for site in unit.sites])
+        twins = [self._memo.get(id(site)) for site in unit.sites]  # some may have been taken out of the model
+        return Unit(unit.spec, flats, [one for one in twins if one is not None])
 
     def _copied(self, model: nn.Module) -> nn.Module:
         for module in model.modules():

@@ -3,7 +3,8 @@
 [Note: part by part] `param.detach() * 2` on a part is that part of the unsplit result; `param.norm()` or `param[0]` is
 not. Shapes tell: a function is computed once more without values, on the unsplit shape. A result that has the same
 shape there was computed of the part alone, and is refused. Any other is a part itself and marked as one
-(`system/marked.py`), so that `param.pow(2).sum()` is refused at the sum.
+(`system/marked.py`), so that `param.pow(2).sum()` is refused at the sum. Functions that leave the shape alone, or
+return nothing, are known by name (`require_apart`): `param.data[0] = 0` would be the first row of each part.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from shardwise.sharded.at_rest.handles import Resting, Source, Whole, source_of
 from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms
 from shardwise.system.marked import Marked
-from shardwise.system.torch_functions import named
+from shardwise.system.torch_functions import SHAPED_ALONG, dims_of, named, picks
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 
 Tensor = torch.Tensor
 _NUMBERS = named("equal", "allclose", "item", "__bool__", "__float__", "__int__", "is_nonzero")
 """They give a number or a truth value of all elements."""
+_OF_WHOLE = named("tril", "triu", "tril_", "triu_", "fill_diagonal_")
+_LOOKUPS = named("embedding", "embedding_bag")
+_AT_INDICES = named("index_fill", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce") | named(
+    "index_fill_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "scatter_reduce_"
+)
+_DRAWS = frozenset({"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_"}) | {
+    *("geometric_", "kaiming_normal_", "kaiming_uniform_")
+}
+"""By their names, as those of `torch.nn.init` are called by: each rank would draw the same for its own part."""
 _MOVES = named("cpu", "cuda", "to", "pin_memory")
 """They do not change the shape, and a tensor without values cannot be moved."""
 
@@ -48,6 +58,7 @@ class Part(Marked):
 
     @classmethod
     def _require_right(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        require_apart(func, args, kwargs)
         leaves = tree_leaves((args, kwargs))
         part = next(one for one in leaves if isinstance(one, cls))
         if func in _NUMBERS and not _is_given_own(leaves, _shape(part)):
@@ -128,6 +139,42 @@ def completed(
         else None
         for one, whole in zip(results, expected, strict=True)
     ]
+
+
+def require_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise `StateError` before a function that gives or writes another value to a part than to the whole, without a
+    shape that tells, or before one tells."""
+    given = [*args[:1], *kwargs.values()][:1]
+    if func in _LOOKUPS:  # with max_norm they write to the weight
+        given = [*args[1:2], *kwargs.values()]
+    found = next(filter(None, map(_part_of, given)), None)
+    if found is None:
+        return
+    part, of = found
+    name = getattr(func, "__name__", "")
+    is_mixing = func in _OF_WHOLE or func in _LOOKUPS or name in _DRAWS
+    if is_mixing or _is_along_split(func, given[0], part, args, kwargs):
+        raise _of_part_alone(func, part, of)
+    if name.endswith("_") and not name.endswith("__"):
+        leaves, form = tree_flatten((tuple(args), dict(kwargs)))
+        completed(given, func, leaves, form)
+
+
+def _is_along_split(
+    func: Callable[..., Any], given: Any, part: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a function works along dimensions of the `given` part that are split, or at indices of them."""
+    if func is not Tensor.__setitem__ and func not in SHAPED_ALONG and func not in _AT_INDICES:
+        return False
+    with DisableTorchFunctionSubclass():
+        like, whole = torch.empty(part, device="meta"), _unsplit(given).shape
+    split = {dim for dim, (own, all_) in enumerate(zip(part, whole, strict=True)) if own != all_}
+    if func is Tensor.__setitem__:
+        index = args[1]
+        is_own_mask = isinstance(index, Tensor) and index.dtype == torch.bool and _shape(index) == tuple(part)
+        return not is_own_mask and any(picks(index, len(part), part[dim], dim) for dim in split)
+    dims = dims_of(like, args, kwargs, *SHAPED_ALONG.get(func, (1, None)))
+    return not dims or bool(split & set(dims))
 
 
 def _of_part_alone(func: Callable[..., Any] | str, part: Sequence[int], of: PartOf) -> StateError:

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
+from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes, require_apart
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, Written, note_taken, require_own_copies, terms_in
+from shardwise.system.graph_nodes import is_of_stages
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -48,6 +49,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     """The result of `func(*args, **kwargs)`, as plain PyTorch would give it."""
     if func is torch.autograd.grad:
         return _gradients(*args, **kwargs)
+    if func is torch.autograd.backward and (inputs := kwargs.get("inputs")):
+        _require_no_stages(args[0], inputs)
     if func in uses.METADATA:
         if func in uses.COUNTS and isinstance(asked := (*args, *kwargs.values())[0], Resting | Whole):
             source_of(asked).note_counted()
@@ -71,6 +74,7 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return use(func, args, kwargs)
     if any(source_of(handle).in_stage for handle in handles):
         require_own_copies(func, args)
+    require_apart(func, args, kwargs)
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
@@ -103,27 +107,27 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if any(isinstance(one, Resting) and one.home().is_computing for one in given):
         return plainly(torch.autograd.grad, (outputs, inputs, *args), kwargs)  # by the model itself
+    _require_no_stages(outputs, given)
     sources = [source_of(one) if isinstance(one, Resting | Whole) else None for one in given]
-    try:
-        found = plainly(torch.autograd.grad, (outputs, inputs, *args), kwargs)
-    except RuntimeError as error:
-        if any(one.in_stage for one in sources if one is not None) and "not have been used" in str(error):
-            _refuse_gradients(error)
-        raise
-    if any(one.in_stage for one in sources if one is not None) and all(one is None for one in found):
-        _refuse_gradients(None)
+    found = plainly(torch.autograd.grad, (outputs, inputs, *args), kwargs)
     return tuple(
         one if one is None or source is None else part_of_gradient(one, source)
         for one, source in zip(found, sources, strict=True)
     )
 
 
-def _refuse_gradients(error: RuntimeError | None) -> NoReturn:
-    raise StateError(
-        "torch.autograd.grad has found no gradient of parameters, and the model is in pipeline stages: a call of it is "
-        "one node of autograd, whose backward gives all stages theirs. Use loss.backward(), and read them by "
-        "engine.get(name, 'grad'), called by all ranks."
-    ) from error
+def _require_no_stages(outputs: Tensor | Iterable[Tensor], inputs: Iterable[Any]) -> None:
+    """Raise `StateError` if gradients of some parameters alone are asked for, and `outputs` come from a call of a model
+    in pipeline stages. Torch finds none then, or those of terms that the loop has added."""
+    of_stage = [one for one in inputs if isinstance(one, Resting | Whole) and source_of(one).in_stage]
+    given = [outputs] if isinstance(outputs, Tensor) else [one for one in outputs if isinstance(one, Tensor)]
+    if of_stage and is_of_stages(given):
+        raise StateError(
+            f"Gradients of {source_of(of_stage[0]).name} are asked for by torch.autograd.grad or backward(inputs=...), "
+            f"and the model is in pipeline stages: a call of it is one node of autograd, whose backward gives all "
+            f"stages theirs. Use loss.backward(), and read them by engine.get(name, 'grad'), called by all ranks. What "
+            f"is not to train is frozen before the forward: requires_grad_(False)."
+        )
 
 
 def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
