@@ -129,8 +129,6 @@ class Passing:
     """What the next stage has been told of what it gets, and of what modules have returned, if that is always so."""
     varies: bool = False
     """Whether a watched forward has found that it is not."""
-    around_more: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered where a watched forward makes stand-ins that others share."""
 
 
 @dataclass
@@ -509,7 +507,7 @@ class StagedModel:
         parts = self._sequence_parts.get(stage, 1) if first == self._firsts[stage] else 1  # the last block joins them
         why = passing.carried.why_unknown
         device = next((param.device for param in self._dtypes.values()), None)
-        stand_ins = Placeholders(stage, self._names, first, arrived, device, parts, why, passing.around_more)
+        stand_ins = Placeholders(stage, self._names, first, arrived, device, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
         is_asked = passing.known is None and last + 1 < len(self._names)
         notes_returns = is_asked or is_watched or bool(passing.carried.readers) or passing.wanted is not None
