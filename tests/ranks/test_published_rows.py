@@ -16,7 +16,7 @@ import pytest
 import torch
 from small_transformers import gpt2, llama, mixtral
 from torch import nn
-from twins import adamw, batches, work_on_ranks
+from twins import adamw, batches, work_on_mesh
 
 import shardwise as sw
 from shardwise.checkpoint import own_rows
@@ -41,9 +41,7 @@ def frozen() -> nn.Module:
 
 def on_ranks(build: Callable[[], nn.Module], plan: dict[str, Any], work: Callable[[sw.Engine], Any]) -> list[Any]:
     torch.manual_seed(0)
-    model = build()
-    num_ranks = math.prod(plan.get("mesh", {"dp": 2}).values())
-    return work_on_ranks(num_ranks, work, plan, model)
+    return work_on_mesh(work, plan, build())
 
 
 def train(engine: sw.Engine) -> None:

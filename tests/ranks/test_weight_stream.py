@@ -3,7 +3,6 @@ metadata said."""
 
 from __future__ import annotations
 
-import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from small_transformers import VOCAB, gpt2, llama, mixtral, qwen_moe, vit
 from torch import nn
-from twins import work_on_ranks
+from twins import work_on_mesh
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
@@ -44,8 +43,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_ranks(model: nn.Module, plan: dict[str, Any], work: Any) -> list[Any]:
-    num_ranks = math.prod(plan.get("mesh", {"dp": 2}).values())
-    return work_on_ranks(num_ranks, work, plan, model, adamw)
+    return work_on_mesh(work, plan, model, adamw)
 
 
 def collected(stream: Any) -> dict[str, Tensor]:

@@ -305,6 +305,17 @@ def work_on_ranks(
     return run_ranks(num_ranks, rank, **how)
 
 
+def work_on_mesh(
+    work: Callable[[sw.Engine], Any],
+    plan: Mapping[str, Any],
+    model: nn.Module,
+    make_optimizer: MakeOptimizer | None = adamw,
+) -> list[Any]:
+    """`work_on_ranks` on as many ranks as the mesh of `plan` has; on two without one."""
+    num_ranks = math.prod(plan.get("mesh", {"dp": 2}).values())
+    return work_on_ranks(num_ranks, work, plan, model, make_optimizer)
+
+
 def share_of(engine: sw.Engine, batch: Batch) -> Batch:
     """This rank's rows of a batch."""
     x, y = (part.chunk(engine.world.size)[engine.world.rank] for part in batch)
