@@ -107,7 +107,7 @@ class Blocks:
     def blocks_by_rank(self, candidate: Candidate) -> Sequence[int]:
         return [self.num // candidate.size("pp")] * candidate.size("pp")
 
-    def held(self, candidate: Candidate) -> int:
+    def held(self, candidate: Candidate, enough: int | None = None) -> int:
         return 0
 
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
@@ -449,7 +449,7 @@ def test_a_mesh_of_the_plan_is_kept() -> None:
 class Weighed(Blocks):
     """Of which one rank of a pipeline shows what all of them hold."""
 
-    def held(self, candidate: Candidate) -> int:
+    def held(self, candidate: Candidate, enough: int | None = None) -> int:
         num_asked = self.num_asked
         found = self.evaluate(candidate)
         self.num_asked = num_asked

@@ -373,15 +373,18 @@ class ModelSubject:
         is_exact = len(ranks) == 1 and self._is_rehearsed(_of_model(candidate))
         return self._evaluated(candidate, plan, mesh, ranks, counted, is_exact=is_exact)
 
-    def held(self, candidate: Candidate) -> int:
-        """Of the first rank of a pipeline, which has most micro-batches in flight, of the second, which also holds what
-        has arrived, and of the last one, which has the loss: a program for each of them, and no clock."""
+    def held(self, candidate: Candidate, enough: int | None = None) -> int:
+        """Of the second rank of a pipeline, which also holds what has arrived, of the first, which has most
+        micro-batches in flight, and of the last one, which has the loss: a program for each, and no clock."""
         plan, mesh = self._placed(candidate)
-        ranks = self._ranks(candidate, plan, mesh)
-        places = sorted({0, 1, len(ranks) - 1})
-        counted = self._derived_ranks(candidate, ranks, places)
-        programs = _programs(plan, [ranks[place] for place in places], counted)
-        return max(one.total for one in self._footprints(plan, programs, counted))
+        ranks, most = self._ranks(candidate, plan, mesh), 0
+        for place in dict.fromkeys((1, 0, len(ranks) - 1)):
+            counted = self._derived_ranks(candidate, ranks, (place,))
+            (footprint,) = self._footprints(plan, _programs(plan, [ranks[place]], counted), counted)
+            most = max(most, footprint.total)
+            if enough is not None and most > enough:
+                break
+        return most
 
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
         """With the least that a budget (`within_budget`) would put off the device, beside what activations take. After

@@ -126,9 +126,9 @@ class Subject(Protocol):
         of this candidate, as `evaluate` needs it, and not of others."""
         ...
 
-    def held(self, candidate: Candidate) -> int:
+    def held(self, candidate: Candidate, enough: int | None = None) -> int:
         """Bytes of a device on some ranks of a pipeline, in a small part of the time of `evaluate`, which finds at
-        least as many; raises likewise."""
+        least as many; raises likewise. No more ranks are looked at once one holds more than `enough`."""
         ...
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
@@ -360,7 +360,7 @@ class _Search:
             return bound
         if candidate not in self.held:
             try:
-                self.held[candidate] = self.subject.held(_fullest(candidate))
+                self.held[candidate] = self.subject.held(_fullest(candidate), self.limits.device_bytes)
             except REFUSALS:  # the reason is found when it is evaluated
                 return bound
         num_bytes = max(bound.device_bytes, self.held[candidate])
