@@ -188,3 +188,60 @@ def test_a_budget_has_blocks_returned_whoever_started_the_rank() -> None:
     assert told(MALLOC_SETTINGS) == ["False", "False", "2"]
     chosen = told({"MALLOC_MMAP_THRESHOLD_": str(16 << 20)})
     assert chosen == ["False", "False", "0"], "what a user has set is kept"
+
+
+BACKWARDS = """
+import ctypes
+from shardwise.system.heap import _Mallinfo, heap_for_backwards
+
+heap = heap_for_backwards()
+if heap is None:
+    print("none")
+    raise SystemExit
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.mallinfo2.restype = _Mallinfo
+libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+
+
+def mapped(num_bytes):
+    "Whether a block comes from the system."
+    before = libc.mallinfo2().hblks
+    block = libc.malloc(num_bytes)
+    found = libc.mallinfo2().hblks - before
+    libc.free(block)
+    return found
+
+
+def grown():
+    return (libc.sbrk(0) - end) >> 20
+
+
+end = libc.sbrk(0)
+told = [mapped(4 << 20)]
+heap.begin()
+last = [libc.malloc(7 << 20) for _ in range(4)]
+told += [mapped(7 << 20), mapped(16 << 20), grown() > 7]
+heap.end()  # the last blocks of a backward are still there
+told += [mapped(7 << 20), grown() > 7]
+for block in last:
+    libc.free(block)
+heap.end()
+told += [grown() <= 2, mapped(7 << 20)]
+print(*map(int, told))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc's malloc")
+def test_a_backward_takes_large_blocks_from_the_heap_which_is_then_as_large_as_before() -> None:
+    def told(settings: dict[str, str]) -> str:
+        theirs = {name: value for name, value in os.environ.items() if name not in MALLOC_SETTINGS}
+        command = [sys.executable, "-c", BACKWARDS]
+        environ = theirs | settings
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        return done.stdout.strip()
+
+    assert told(MALLOC_SETTINGS) == "1 0 1 1 1 1 1 1"
+    assert told({}) == "none"
+    assert told(MALLOC_SETTINGS | {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}) == "none", "what a user has set is kept"

@@ -11,10 +11,11 @@ from shardwise.testing import run_ranks
 from tests.models import Decoder
 
 MICRO_BATCHES, MORE_BLOCKS = 4, 2
-MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 66, 310
+MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 66, 285
 """Of these, 22 take in the gradients of a block's eleven parameters. They were 169 and 463 before each event of a unit
-that comes next in the program was taken first, and 73 and 292 before whole parameters stayed awake for a whole step.
-They are 60 and 276, and more where a rank looks for a message several times because the other one is late."""
+that comes next in the program was taken first, 73 and 292 before whole parameters stayed awake for a whole step, and 61
+and 293 while contexts and trees were made that hold nothing. They are 57 and 257, and more where a rank looks for a
+message several times because the other one is late."""
 
 
 def test_a_block_and_a_micro_batch_cost_few_calls() -> None:
@@ -37,6 +38,12 @@ def calls_of_a_step(num_blocks: int, num_micro_batches: int) -> list[int]:
             [(x, y)] = batches(1, 2 * num_micro_batches)
             for _ in range(2):
                 engine.train_step((x, y))
-            return calls_during(lambda: engine.forward_backward((x, y)), within=OWN)
+
+            def calls() -> int:
+                num = calls_during(lambda: engine.forward_backward((x, y)), within=OWN)
+                engine.step()
+                return num
+
+            return min(calls() for _ in range(3))
 
     return run_ranks(2, rank)

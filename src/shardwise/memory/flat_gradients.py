@@ -276,7 +276,7 @@ class FlatGradients:
             kept = self._grad_buffer.take(self.own_memory)
             if kept is not None:
                 return kept
-        return self.own_memory.buffer(numel, dtype)
+        return self.own_memory.lasting(numel, dtype)
 
     def is_in_grad_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the gradient buffer, where sums may be made in place."""

@@ -13,10 +13,13 @@ In bf16, `ddp` held 1.07 of DDP's memory with all of them kept, and with none to
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
+from shardwise.system.heap import HEAP_BLOCK_BYTES, kept_block_bytes
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -43,6 +46,16 @@ class OwnMemory:
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
+    def lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """One that outlives the backward in which it is made: see [Note: blocks of a backward] in `system/heap.py`."""
+        num_bytes = numel * dtype.itemsize
+        if num_bytes < HEAP_BLOCK_BYTES or self._device.type != "cpu" or num_bytes < kept_block_bytes():
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):  # not on every system
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype)
+
     def reclaim(self, tensor: Tensor) -> None:
         """No other rank can read it."""
 
@@ -68,7 +81,8 @@ class GradBuffer:
         self._is_taken = True
         if self._tensor is None or self._memory is None:
             self._memory = memory
-            self._tensor = memory.buffer(self._numel, self._dtype)
+            allocate = memory.lasting if isinstance(memory, OwnMemory) else memory.buffer
+            self._tensor = allocate(self._numel, self._dtype)
             first = self._tensor.data_ptr()
             self._addresses = range(first, first + self._tensor.nbytes)
             self._meter.hold("grad", self._tensor.nbytes)

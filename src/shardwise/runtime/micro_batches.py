@@ -22,6 +22,9 @@ Tensor = torch.Tensor
 LossFunction = Callable[..., Tensor]
 """Called with the model's output, and the micro-batch's target if there are targets."""
 
+_PLAIN = frozenset({Tensor, type(None), bool, int, float, str})
+"""Types that hold nothing marked."""
+
 
 class MicroSteps:
     """The micro-batches of the current step, counted where each ends: in `engine.step()`.
@@ -88,7 +91,8 @@ class MicroBatch:
         hides nothing, and whether positions start anew within a row, as those of packed documents do."""
         found = []
         given = {**dict(zip(self.names, self.args, strict=False)), **self.kwargs}
-        given = tree_map_only(Marked, Marked.plain, given)
+        if not _PLAIN.issuperset(map(type, given.values())):  # forty calls of Python functions, for each micro-batch
+            given = tree_map_only(Marked, Marked.plain, given)
         for inner in [one for one in given.values() if isinstance(one, Mapping)]:  # a batch in one argument
             given |= {name: value for name, value in inner.items() if isinstance(name, str)}
         for name, value in sorted(given.items()):

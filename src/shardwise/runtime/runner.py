@@ -37,7 +37,7 @@ from shardwise.runtime.programs import Programs
 from shardwise.runtime.split_backward import Halves
 from shardwise.runtime.step import Step
 from shardwise.runtime.watch_reads import Watching
-from shardwise.system.heap import FreeHeap
+from shardwise.system.heap import BackwardHeap, FreeHeap
 from shardwise.system.telemetry import UNITS
 from shardwise.system.torch_private import computes_without_values, num_calls, outside_modes
 
@@ -65,7 +65,7 @@ class Runner:
         exchange: ExchangeOn,
         shared_buffers: Sequence[SharedBuffers],
         settings: Settings,
-        heap: FreeHeap | None = None,
+        heap: FreeHeap | BackwardHeap | None = None,
     ) -> None:
         self.units = list(units)
         self._model = model
@@ -76,8 +76,9 @@ class Runner:
             grads.are_left = partial(_are_left, weakref.ref(self.passes), grads.spec)
         self._journal = executor.journal
         self._timeline = executor.timeline
-        self.heap = heap
+        self.heap = heap if isinstance(heap, FreeHeap) else None
         """Of which free pages are returned, or `None` if this is not done."""
+        self._backward_heap = heap if isinstance(heap, BackwardHeap) else None
         self._evaluation = Evaluation(executor.journal)
         self._is_training_root: bool | None = None
         """Whether the running call of the model had gradients enabled; `None` between calls."""
@@ -103,6 +104,8 @@ class Runner:
         self._compiled = CompiledUnits(model, units, backend) if backend else None
 
     def remove(self) -> None:
+        if self._backward_heap is not None:
+            self._backward_heap.end()
         self.gathering.abandon_updates()
         self._hooks.remove()
         self._watching.stop()
@@ -116,7 +119,8 @@ class Runner:
     # -- events: the model ------------------------------------------------------------------------------
 
     def enter_root(self) -> None:
-        if not is_dynamo_compiling():
+        is_traced = is_dynamo_compiling()
+        if not is_traced:
             self._require_values()
             self._journal.require_usable()
         if self._inference is not None:
@@ -124,8 +128,10 @@ class Runner:
         self.recover_if_cut_short()
         if self._is_training_root is not None and num_calls(self._model) == 1:  # the call before this one is no more
             self._recover()
-        if not is_dynamo_compiling():  # the clock cannot be traced
+        if not is_traced:  # the clock cannot be
             self._journal.clock.work()
+            if self._backward_heap is not None:
+                self._backward_heap.end()
         training = torch.is_grad_enabled()
         self._is_training_root = training
         if not training:
@@ -168,6 +174,8 @@ class Runner:
             self._paths.end_forward(training=True)
             if self.heap is not None and not is_dynamo_compiling():
                 self.heap.after_forward()
+            if self._backward_heap is not None and not is_dynamo_compiling():
+                self._backward_heap.begin()
         self._is_training_root = None
         if self._evaluation.is_running:
             self._end_evaluation()
@@ -312,6 +320,8 @@ class Runner:
             self._watching.note_seen(training=True)
         self.passes.end()
         self._journal.clock.rest()
+        if self._backward_heap is not None:
+            self._backward_heap.end()
 
     def await_graph(self, unit: Unit) -> None:
         """A backward is building a graph that may read `unit` in another backward: keep it whole until
@@ -412,6 +422,8 @@ class Runner:
 
     def end_calls(self) -> None:
         """Calls that have not been sent back will not be."""
+        if self._backward_heap is not None:
+            self._backward_heap.end()
         if self.passes.num_calls:
             self.passes.end_calls()
             self._end_schedule(is_complete=False)
@@ -477,6 +489,8 @@ class Runner:
         self.passes.abandon()
         self._evaluation.is_running = False
         self._is_training_root = None
+        if self._backward_heap is not None:
+            self._backward_heap.end()
 
     def clear_faults(self) -> None:
         """Gradients were zeroed: forget what was wrong with them."""

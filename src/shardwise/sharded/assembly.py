@@ -22,7 +22,7 @@ from shardwise.parallel.experts import EXPERT_LOAD, loaded
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, TENSOR_AXIS
 from shardwise.plan.mesh import STAGE_AXIS as STAGES
-from shardwise.program import Action
+from shardwise.program import Action, stay_as_made
 from shardwise.runtime import BufferSync, Executor, Runner, Settings
 from shardwise.runtime.activations import (
     ActivationMemory,
@@ -46,7 +46,7 @@ from shardwise.sharded.at_rest import (
 from shardwise.sharded.gradients import Gradients
 from shardwise.sharded.sharding import Sharding
 from shardwise.sharded.unfreezing import Unfreezing
-from shardwise.system.heap import heap_to_keep_small
+from shardwise.system.heap import BackwardHeap, FreeHeap, heap_for_backwards, heap_to_keep_small
 from shardwise.system.own_hooks import hook
 from shardwise.system.telemetry import Ledger, Timeline
 
@@ -366,8 +366,11 @@ class _Assembly:
         to_say = sharding.if_forward_communicates
         settings = Settings(plan.prefetch_bytes, plan.compile, plan.paths == "by_rank", to_say)
         exchange = self._data_group.exchange
-        is_short = sharding.budget.device is not None and on_host(sharding.device)
-        heap = heap_to_keep_small() if is_short else None
+        heap: FreeHeap | BackwardHeap | None = None
+        if on_host(sharding.device) and sharding.budget.device is not None:
+            heap = heap_to_keep_small()
+        elif on_host(sharding.device) and any(one.spec.trainable and not stay_as_made(one.spec) for one in self._flats):
+            heap = heap_for_backwards()  # gradients that stay where autograd made them would stay in the heap
         return Runner(self._model, sharding.units, executor, exchange, sharding.shared_buffers, settings, heap)
 
     def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.pipeline.survey import Surveyor
 
 Tensor = torch.Tensor
+Made = TypeVar("Made")
 _log = logging.getLogger("shardwise")
 _NOTHING = nullcontext()
 _IS_TRAINED = attrgetter("requires_grad")
@@ -153,6 +154,8 @@ class Pipeline:
         self._forms: dict[Hashable, tuple[tuple[int, ...], bool]] = {}
         """The kinds of forwards that have been watched (see `dependence.py`): which arguments each passes on, and
         whether shapes vary."""
+        self._shares: dict[tuple[nn.Module, bool], list[tuple[int, Span]]] = {}
+        """What runs one after the other in a call of a module, and where its last stage is in two."""
         self.surveyor: Surveyor | None = None
         """Finds what stages read; without it, each gets the arguments of its first module alone."""
         self.views: Views | None = None
@@ -286,8 +289,7 @@ class Pipeline:
                     self._forward(op, step, following)
                 elif op.kind == "W":
                     self._look_ahead(following, step)
-                    with self._on_timeline(op, step):
-                        trainer.backward_of_weights(step.aside.pop((op.stage, op.micro_batch)))
+                    self._timed(op, step, "", trainer.backward_of_weights, step.aside.pop((op.stage, op.micro_batch)))
                 else:
                     self._backward(op, step, trainer, following)
             return self._finish(step)
@@ -331,7 +333,9 @@ class Pipeline:
         called = called or self.staged.model
         if self.surveyor is None or type(called).forward is nn.Sequential.forward:  # a chain, and nothing else
             return NOTHING
-        shares = self.layout.shares(self.staged.extents[called], is_split=is_split)
+        shares = self._shares.get((called, is_split))
+        if shares is None:
+            shares = self._shares[called, is_split] = self.layout.shares(self.staged.extents[called], is_split=is_split)
         if len(shares) == 1:
             return NOTHING
         form = self._form(part, loss_fn, called, is_whole=is_whole, is_split=is_split)
@@ -392,11 +396,9 @@ class Pipeline:
         part, kind = step.parts[batch], step.kinds[batch]
         arrived = None
         if stage:
-            with self._on_timeline(op, step, "wait "):
-                arrived = self.arrived(stage, kind, batch)
+            arrived = self._timed(op, step, "wait ", self.arrived, stage, kind, batch)
         self._look_ahead(following, step)
-        with self._on_timeline(op, step):
-            outputs, sent = self._trained_through(op, part, arrived, step)
+        outputs, sent = self._timed(op, step, "", self._trained_through, op, part, arrived, step)
         if sent is None:
             step.losses.append(outputs[0].detach())
         else:
@@ -496,32 +498,33 @@ class Pipeline:
         held = step.held.pop((stage, batch))
         gradients: list[Tensor] = []
         if stage < self._last_stage:
-            with self._on_timeline(op, step, "wait "):
-                gradients = self.gradients(stage, held, batch)
+            gradients = self._timed(op, step, "wait ", self.gradients, stage, held, batch)
         self._look_ahead(following, step)
-        with (
-            self._on_timeline(op, step),
-            self.staged.running(stage, held.arrived, is_backward=True),
-            self._halved(op, step, trainer),
-        ):
-            if stage == self._last_stage:
-                trainer.backward(held.outputs[0])
-            else:
-                trainer.backward_through(held.outputs, gradients)
+        self._timed(op, step, "", self._sent_back, op, step, trainer, held, gradients)
         if held.arrived is not None:
             self.send_back(stage, held.arrived.gradients(), batch)
 
-    def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
-        """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
-        if not step.timeline.is_on:
-            return _NOTHING
-        return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
+    def _sent_back(self, op: Op, step: _Step, trainer: Trainer, held: Held, gradients: Sequence[Tensor]) -> None:
+        """The backward of a stage, or its first half if `op` is one."""
+        with self.staged.running(op.stage, held.arrived, is_backward=True):
+            if op.kind == "I" and self._weights is not None:
+                with self._first_half(op, step, trainer, self._weights):
+                    self._backward_from_end(op, trainer, held, gradients)
+            else:
+                self._backward_from_end(op, trainer, held, gradients)
 
-    def _halved(self, op: Op, step: _Step, trainer: Trainer) -> AbstractContextManager[None]:
-        """A context in which the backward is a first half if `op` is one."""
-        if op.kind != "I" or self._weights is None:
-            return _NOTHING
-        return self._first_half(op, step, trainer, self._weights)
+    def _backward_from_end(self, op: Op, trainer: Trainer, held: Held, gradients: Sequence[Tensor]) -> None:
+        if op.stage == self._last_stage:
+            trainer.backward(held.outputs[0])
+        else:
+            trainer.backward_through(held.outputs, gradients)
+
+    def _timed(self, op: Op, step: _Step, what: str, work: Callable[..., Made], *args: Any) -> Made:
+        """What `work(*args)` returns, with a timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
+        if not step.timeline.is_on:
+            return work(*args)
+        with step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}"):
+            return work(*args)
 
     @contextmanager
     def _first_half(self, op: Op, step: _Step, trainer: Trainer, weights: WeightGrads) -> Iterator[None]:

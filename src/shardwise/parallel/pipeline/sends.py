@@ -140,7 +140,9 @@ class Channel:
 
     def was_answered(self, micro_batch: int) -> None:
         """The receiver has answered the message of `micro_batch`, so it and those before it need not be kept alive."""
-        while any(outgoing.micro_batch == micro_batch for outgoing in self._in_flight):
+        under_way = [outgoing.micro_batch for outgoing in self._in_flight]
+        while micro_batch in under_way:
+            del under_way[0]
             self._in_flight.popleft().work.wait()
 
     def wait_for_sends(self) -> None:

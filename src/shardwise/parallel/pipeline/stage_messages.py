@@ -326,7 +326,7 @@ def flattened(
     Most calls have no nests, for which `tree_flatten` makes fifty calls of Python functions.
     """
     leaves = [*args, *kwargs.values()]
-    if _LEAVES.issuperset(map(type, leaves)):
+    if are_leaves(args, kwargs):
         num = len(args)
         return leaves, lambda given: (tuple(given[:num]), dict(zip(kwargs, given[num:], strict=True)))
     leaves, spec = tree_flatten((args, kwargs))
@@ -336,6 +336,11 @@ def flattened(
         return args, kwargs
 
     return leaves, rebuilt
+
+
+def are_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether nothing is in the arguments of a call but they themselves."""
+    return _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values()))
 
 
 def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

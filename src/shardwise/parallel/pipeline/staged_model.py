@@ -42,6 +42,7 @@ from shardwise.parallel.pipeline.stage_messages import (
     Result,
     StageMessage,
     StageMessageLayout,
+    are_leaves,
     argument_leaves,
     described,
     numbered,
@@ -506,7 +507,8 @@ class StagedModel:
         first, last = self.span_of(stage) if span is None else span
         parts = self._sequence_parts.get(stage, 1) if first == self._firsts[stage] else 1  # the last block joins them
         why = passing.carried.why_unknown
-        device = next((param.device for param in self._dtypes.values()), None)
+        param = next(iter(self._dtypes.values()), None)
+        device = None if param is None else param.device
         stand_ins = Placeholders(stage, self._names, first, arrived, device, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
         is_asked = passing.known is None and last + 1 < len(self._names)
@@ -808,7 +810,7 @@ def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[s
     """The tensors that a stage sends to the next stage, which begins with `name`; sets their layout."""
     tensors = argument_leaves(args, kwargs)
     with_grads = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    if len({id(tensors[index]) for index in with_grads}) < len(
+    if not are_leaves(args, kwargs) and len({id(tensors[index]) for index in with_grads}) < len(
         {id(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
     ):
         raise ModelError(
