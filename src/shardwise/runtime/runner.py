@@ -470,6 +470,8 @@ class Runner:
 
     def recover_if_left(self) -> None:
         """The same between computations; also after Ctrl-C in a forward, of which no hook is told: see `num_calls`."""
+        if self._backward_heap is not None:  # a backward may raise before it comes to a unit
+            self._backward_heap.end()
         self.recover_if_cut_short()
         if self._is_training_root is not None or self._hooks.is_open:
             self._recover()
