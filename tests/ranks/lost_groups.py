@@ -529,18 +529,26 @@ def race(
     return race_of(task, plan, plant, folder, loop=loop or own.loops[0], **more)
 
 
-def trained_alone(task: Task, model: nn.Module) -> tuple[list[float], nn.Module]:
+def trained_alone(task: Task, model: nn.Module, *, fades: bool = False) -> tuple[list[float], nn.Module]:
     plain = copy.deepcopy(model)
     optimizer = adamw(plain)
+    schedule = fading(optimizer) if fades else None
     losses = []
     for step in range(NUM_STEPS):
         loss = task.loss(plain, step)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
         task.after_step(plain)
         losses.append(loss.item())
     return losses, plain
+
+
+def fading(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Each step has another learning rate."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def race_while_saving(own: Axis, preset: str, dies: Callable[[int], bool], folder: Path) -> set[int]:
@@ -594,16 +602,17 @@ def race_of(
     hosts: str = "",
     most_wrong: int = 1,
     frozen: tuple[str, ...] = (),
+    fades: bool = False,
 ) -> dict[int, list[int]]:
     """Train on threads, of which some die. Returns, by member that trains at the end, the sizes of the worlds in which
     it took its steps. `num_ranks` is as many as the mesh has, unless the mesh leaves it open; `frozen` are patterns of
-    names."""
+    names; with `fades` each step has another learning rate."""
     torch.manual_seed(3)
     plan = {**plan, "disk": str(folder / plan["disk"])} if "disk" in plan else plan
     model = task.make()
     for name, param in model.named_parameters():
         param.requires_grad_(not any(fnmatch(name, pattern) for pattern in frozen))
-    losses, plain = trained_alone(task, model)
+    losses, plain = trained_alone(task, model, fades=fades)
     num_ranks = num_ranks or math.prod(plan["mesh"].values())
     models = [copy.deepcopy(model) for _ in range(num_ranks + num_newcomers)]
     bound = LOW_PRECISION_BOUND if "precision" in plan else BOUND
@@ -612,6 +621,7 @@ def race_of(
         own = models[member]
         optimizer = adamw(own)
         engine = sw.shard(own, plan, optimizer=optimizer, world=world)
+        schedule = fading(optimizer) if fades else None
         plant(engine, member)
         found: dict[int, float] = {}
         sizes: dict[int, int] = {}
@@ -619,6 +629,8 @@ def race_of(
         while engine.num_steps < NUM_STEPS:
             step, void, began_in = engine.num_steps, engine.num_void, engine.world.generation
             loss = task.take_step(loop, engine, optimizer, step, *engine.data_ranks)
+            if schedule is not None and engine.num_steps:  # torch warns if there was no update yet
+                schedule.step()
             if engine.num_steps > step and engine.num_void == void:
                 before, here = here, (began_in, engine.world.generation)  # they differ where one dies in the commit
                 if engine.num_steps == NUM_STEPS and here == before:

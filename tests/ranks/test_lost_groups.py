@@ -302,6 +302,7 @@ def _ranks_die(axis: str, way: str, mesh: dict[str, int], folder: Path, draw: ra
         num_newcomers=int(is_replaced),
         least=num_ranks if is_replaced else num_ranks // num_groups if own.has_groups else 1,
         most_wrong=len(deaths),
+        fades=True,
     )
 
 

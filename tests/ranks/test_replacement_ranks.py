@@ -25,6 +25,7 @@ from shardwise.plan import Plan
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
 from shardwise.system.job_folder import RECORD_PATH
+from tests.ranks.lost_groups import DiesBefore
 from tests.ranks.test_foreign_optimizers import fading
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
@@ -206,10 +207,13 @@ def test_one_comes_after_a_death_while_another_was_let_in(
 
 
 @sampled
-@pytest.mark.parametrize("not_before", [3, 4])
+@pytest.mark.parametrize(("point", "not_before"), [("exchange of commit", 0), ("agree * verdict *", 2)])
 @pytest.mark.parametrize("counts", ["a scheduler", "the loop", "the optimizer"])
-def test_a_step_before_which_one_comes_has_its_own_learning_rate(counts: str, not_before: int, tmp_path: Path) -> None:
-    """Not that of the step before, whose update counts; and on the one that comes that of the others."""
+def test_a_step_before_which_one_comes_has_its_own_learning_rate(
+    counts: str, point: str, not_before: int, tmp_path: Path
+) -> None:
+    """Not that of the step before, whose update counts, also if one died in the message that ends it; and on the one
+    that comes that of the others."""
 
     def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, engine: sw.Engine | None) -> list[int]:
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.6)
@@ -221,9 +225,6 @@ def test_a_step_before_which_one_comes_has_its_own_learning_rate(counts: str, no
             x, y = (whole.tensor_split(num_ranks)[rank] for whole in batches()[step])
             if engine is not None:
                 engine.weigh(len(x), ROWS)
-                assert engine.world.membership is not None
-                if (step, engine.world.membership.member) == (1, 1):
-                    raise Killed
             loss_of(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -235,13 +236,16 @@ def test_a_step_before_which_one_comes_has_its_own_learning_rate(counts: str, no
     def work(world: World, member: int) -> tuple[dict[str, Any], list[int]]:
         own, optimizer = models[member], make(models[member])
         with sw.shard(own, "zero1", optimizer=optimizer, world=world) as engine:
+            dies(engine, member)
             sizes = steps_of(own, optimizer, engine)
             return engine.state_dict(), sizes
 
+    dies = DiesBefore(1, 1, point)
     make, plain = fading if counts == "the optimizer" else adamw, Net()
     models = [copy.deepcopy(plain) for _ in range(NUM_RANKS + 1)]
     steps_of(plain, make(plain), None)
     results = run_members(NUM_RANKS, work, tmp_path, num_newcomers=1, not_before=not_before)
+    assert dies.is_dead
     assert len(results) == NUM_RANKS
     for state, sizes in results.values():
         assert sizes[-1] == NUM_RANKS

@@ -106,7 +106,7 @@ class LoopState:
             self.attributes.note() if keeps_last else [],
         )
         self._snapshots = [*(self._snapshots[-1:] if keeps_last else ()), taken]
-        self.update_counts()
+        self.begin()
 
     def update_begins(self) -> None:
         """Some optimizers count their steps in the settings of a group (schedule-free ones), or keep there what they
@@ -115,8 +115,9 @@ class LoopState:
             self._before_update = [(group, _settings(group)) for group in self._groups()]
             self._attributes_before = self.attributes.note()
 
-    def update_counts(self) -> None:
-        """All ranks have it. What changes from now on, such as learning rates, is of the next iteration."""
+    def begin(self) -> None:
+        """An iteration begins. The update of the one before counts, or has been undone. What has changed since, such as
+        learning rates, is of this one."""
         self._before_update, self._attributes_before = [], []
 
     def undo_update(self) -> None:

@@ -243,7 +243,6 @@ class Recovery:
         sums = None if verification is None else verification.noted_after(num_steps)
         refusal = why_no_space(lambda: survival.complete(iterations.version, sums))
         self._share_change_wishes("commit", refusal)
-        self.loop_state.update_counts()
         self._settle(self._choice)
         if survival.image is not images:
             warn_if_scarce(self._layout.folder, self.world)

@@ -577,6 +577,7 @@ class ElasticSession(Session):
         self._must_follow = False
         recovery, iterations = self.recovery, self._iterations
         iterations.begin()
+        self._loop_state.begin()
         self._shown_steps = None
         self.is_arriving = recovery.world.is_arriving = False
         if self._arrival is not None:
