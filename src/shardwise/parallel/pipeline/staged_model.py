@@ -616,8 +616,9 @@ class StagedModel:
         kind = type(error)
         if kind.__module__.partition(".")[0] in _NO_SCRIPTS or (name := self._raised_in(error)) is None:
             return
+        text = str(error).partition("\n")[0]  # it may be a tensor's
         raise StateError(
-            f"{kind.__name__} was raised in {name}: {error}. A forward in pipeline stages cannot be left early, as "
+            f"{kind.__name__} was raised in {name}: {text[:80]}. A forward in pipeline stages cannot be left early, as "
             f"other ranks wait for what this one sends. Let a hook keep what it wants and the forward go on, or let "
             f"the model return that."
         ) from error
