@@ -63,6 +63,12 @@ def step_of_a_scheduled_optimizer() -> Any:
     return scheduler().optimizer.step
 
 
+def stepped_optimizer() -> torch.optim.Optimizer:
+    optimizer = scheduler().optimizer
+    optimizer.step()
+    return optimizer
+
+
 def chain() -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ChainedScheduler([scheduler()])
 
@@ -139,6 +145,10 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_optimizer_step_pre_hooks": (torch.optim.SGD([TENSOR]), "hooks of the user's run in order around our step"),
     "_optimizer_step_post_hooks": (torch.optim.SGD([TENSOR]), "hooks of the user's run in order around our step"),
     "_step_count": (scheduler, "a skipped step is no step for a scheduler"),
+    "_opt_called": (
+        stepped_optimizer,
+        "a scheduler warns of its step before the first one that this rank takes itself",
+    ),
     "_wrapped_by_lr_sched": (step_of_a_scheduled_optimizer, "a scheduler's mark on step(), which it looks for again"),
     "_schedulers": (chain, "schedulers inside of a scheduler are put back too"),
     # compiler, profiler

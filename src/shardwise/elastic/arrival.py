@@ -231,6 +231,8 @@ def _catch_up(progress: Progress, optimizers: Sequence[torch.optim.Optimizer], s
     for group, settings in zip(groups, _settings_in(state), strict=True):
         group.update(settings)
     take_over(optimizers, state["attributes"])
+    for optimizer in optimizers if progress.num_steps else ():
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where a scheduler's step comes first
 
 
 def _settings_in(state: Mapping[str, Any]) -> list[dict[str, Any]]:

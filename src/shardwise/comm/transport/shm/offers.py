@@ -68,12 +68,10 @@ class OfferTable:
         """Write an offer. `to` is the index of its reader, or `TO_ALL`."""
         slot = self._unused.pop()
         self._versions[slot] += 1
-        with self._fence:
-            pass
+        self._order()
         self._marks[slot] = 0
         self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
-        with self._fence:
-            pass
+        self._order()
         self._versions[slot] += 1
         self._tags[slot] = tag
         self.notify()
@@ -98,12 +96,10 @@ class OfferTable:
         (slots,) = (self._tags == tag).nonzero()  # np.flatnonzero makes five calls of Python functions
         for slot in slots.tolist():
             version = int(self._versions[slot])
-            with self._fence:
-                pass
+            self._order()
             found, to, *where = self._offers[slot, :6].tolist()
             is_read = bool(self._marks[slot, reader])
-            with self._fence:
-                pass
+            self._order()
             is_same = found == tag and version % 2 == 0 and version == self._versions[slot]
             if is_same and to in (TO_ALL, reader) and not is_read:
                 return Offer(slot, *where)
@@ -111,6 +107,9 @@ class OfferTable:
 
     def mark(self, slot: int, reader: int) -> None:
         """`reader` has finished with it. It has to notify through its own table."""
+        self._order()
+        self._marks[slot, reader] = 1
+
+    def _order(self) -> None:
         with self._fence:
             pass
-        self._marks[slot, reader] = 1
