@@ -10,7 +10,9 @@ its own scale for its part.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.program import BLOCK
@@ -40,14 +42,15 @@ class Levels:
         bits = 6 if signed else 7
         middles = []
         for exponent in range(7):
-            edges = torch.linspace(0.1, 1, 2 ** (bits - exponent) + 1, dtype=torch.float64, device="cpu")
+            edges = np.linspace(0.1, 1, 2 ** (bits - exponent) + 1)
             middles.append((edges[:-1] + edges[1:]) / 2 * 10.0**-exponent)
-        positive = torch.cat(middles)
-        parts = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"), positive] + (
-            [-positive] if signed else []
-        )
-        values = torch.cat(parts).sort().values
-        return cls(values.float(), ((values[:-1] + values[1:]) / 2).float())
+        positive = np.concatenate(middles)
+        values = np.sort(np.concatenate([[0.0, 1.0], positive, *([-positive] if signed else [])]))
+        return cls(_as_tensor(values), _as_tensor((values[:-1] + values[1:]) / 2))
+
+
+def _as_tensor(values: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32))
 
 
 SIGNED, UNSIGNED = Levels.dynamic(signed=True), Levels.dynamic(signed=False)
