@@ -131,7 +131,8 @@ def test_a_first_half_keeps_more_than_its_forward_if_activations_are_recomputed(
     """Inputs of all linear layers, which the forward has freed, and the gradients of their outputs."""
     for promised, made in promised_and_made("zb-h1", {"pp": 4}, activations=activations):
         held = promised.total - promised.process - promised.param - promised.optim
-        assert 0.8 * held <= made <= 1.05 * held
+        # how many messages have come early is up to the other ranks: each is 1 % here, and up to eight may
+        assert 0.8 * held <= made <= 1.15 * held
 
 
 @pytest.mark.parametrize(
