@@ -104,8 +104,7 @@ class Runner:
         self._compiled = CompiledUnits(model, units, backend) if backend else None
 
     def remove(self) -> None:
-        if self._backward_heap is not None:
-            self._backward_heap.end()
+        self._end_backward_heap()
         self.gathering.abandon_updates()
         self._hooks.remove()
         self._watching.stop()
@@ -130,8 +129,7 @@ class Runner:
             self._recover()
         if not is_traced:  # the clock cannot be
             self._journal.clock.work()
-            if self._backward_heap is not None:
-                self._backward_heap.end()
+            self._end_backward_heap()
         training = torch.is_grad_enabled()
         self._is_training_root = training
         if not training:
@@ -320,8 +318,7 @@ class Runner:
             self._watching.note_seen(training=True)
         self.passes.end()
         self._journal.clock.rest()
-        if self._backward_heap is not None:
-            self._backward_heap.end()
+        self._end_backward_heap()
 
     def await_graph(self, unit: Unit) -> None:
         """A backward is building a graph that may read `unit` in another backward: keep it whole until
@@ -422,8 +419,7 @@ class Runner:
 
     def end_calls(self) -> None:
         """Calls that have not been sent back will not be."""
-        if self._backward_heap is not None:
-            self._backward_heap.end()
+        self._end_backward_heap()
         if self.passes.num_calls:
             self.passes.end_calls()
             self._end_schedule(is_complete=False)
@@ -470,8 +466,7 @@ class Runner:
 
     def recover_if_left(self) -> None:
         """The same between computations; also after Ctrl-C in a forward, of which no hook is told: see `num_calls`."""
-        if self._backward_heap is not None:  # a backward may raise before it comes to a unit
-            self._backward_heap.end()
+        self._end_backward_heap()  # a backward may raise before it comes to a unit
         self.recover_if_cut_short()
         if self._is_training_root is not None or self._hooks.is_open:
             self._recover()
@@ -491,6 +486,9 @@ class Runner:
         self.passes.abandon()
         self._evaluation.is_running = False
         self._is_training_root = None
+        self._end_backward_heap()
+
+    def _end_backward_heap(self) -> None:
         if self._backward_heap is not None:
             self._backward_heap.end()
 
