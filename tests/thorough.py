@@ -127,8 +127,7 @@ def _shares(marked: Callable[[str], pytest.Mark | None]) -> tuple[str, ...]:
         return (share.args[0],)
     if marked("soak") is not None:
         return ("soak",)
+    shares = ("test", "thorough", "exhaustive", "soak") if marked("varies") is not None else ("test",)
     if marked("thorough_only") is not None:
-        shares: tuple[str, ...] = "thorough", "exhaustive"
-    else:
-        shares = ("test", "thorough", "exhaustive", "soak") if marked("varies") is not None else ("test",)
+        shares = "thorough", "exhaustive", *shares[3:]
     return shares[:1] if marked("sampled") is not None else shares

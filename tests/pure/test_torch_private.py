@@ -273,14 +273,15 @@ def test_the_seams_have_what_they_import() -> None:
 
 def test_no_other_private_part_is_used() -> None:
     known = {*OF_TORCH, *NOT_ALWAYS_THERE, *OF_PYTHON, *(name for names in OF_OTHERS.values() for name in names)}
-    others = defaultdict(list)
-    for name, place in private_uses(known):
-        others[name].append(place)
-    assert not others, (
-        f"{dict(others)}: private parts of another library. Use what is public; if nothing is, put an import into "
+    places = defaultdict(list)
+    for name, place in private_uses(known - {"_tp_plan", "_assert_async"}):
+        places[name].append(place)
+    assert places.pop("_tp_plan")
+    assert places.pop("_assert_async")  # so that the search finds what there is
+    assert not places, (
+        f"{dict(places)}: private parts of another library. Use what is public; if nothing is, put an import into "
         f"system/torch_private.py, or an attribute into this file's list, with the reason."
     )
-    assert {name for name, _ in private_uses(known - {"_tp_plan", "_assert_async"})} == {"_tp_plan", "_assert_async"}
 
 
 def test_operators_that_write_what_their_schemas_do_not_say_are_known() -> None:

@@ -26,7 +26,7 @@ from shardwise.launch.elastic.scaling import Scaling
 from tests.admissions import DAY_SECONDS, AtOnce, one_day, slots_at, training
 from tests.ranks.test_lost_ranks import adamw
 from tests.ranks.threads_as_members import Crowd, Killed, ThreadMembership, run_members
-from tests.thorough import THOROUGH, sampled
+from tests.thorough import THOROUGH, sampled, thorough_only
 
 Tensor = torch.Tensor
 ROWS, GPUS_PER_RANK, MOST = 16, 4, 8
@@ -138,6 +138,7 @@ def trained_alone(model: nn.Module, num_steps: int) -> tuple[list[float], nn.Mod
     return losses, plain
 
 
+@thorough_only("a day of changes; test_autoscale.py has its decisions, and test_lost_groups.py has changes")
 @sampled
 @pytest.mark.parametrize("preset", ["zero3", "zero1", "ddp"])
 @pytest.mark.parametrize("policy", [Gain(0.5), Fill()], ids=str)

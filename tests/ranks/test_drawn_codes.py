@@ -36,7 +36,7 @@ import shardwise as sw
 from shardwise.plan import Islands
 from shardwise.plan.load import load_plan
 from tests.models import Decoder, Mixture, Transformer
-from tests.thorough import drawn, varies
+from tests.thorough import drawn, thorough_only, varies
 
 Tensor = torch.Tensor
 TWO = {"node": 2, "local": 2}
@@ -319,8 +319,11 @@ def race_within(axis: str, within: Within, data: Sequence[Batch]) -> None:
             raise AssertionError(f"{within.plan}: {error}") from error
 
 
+SLOW = thorough_only("slow; the others have its parts")
+
+
 @varies
-@pytest.mark.parametrize("axis", ["pp", "tp", "ep", "pp+tp"])
+@pytest.mark.parametrize("axis", ["pp", "tp", "ep", pytest.param("pp+tp", marks=SLOW)])
 def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_path: Path) -> None:
     draw, data = random.Random(axis), batches(2, rows=16)
     for number in range(drawn(1, 60)):
@@ -390,7 +393,7 @@ class OfIslands:
 
 
 @varies
-@pytest.mark.parametrize("axis", ["", "pp", "tp", "ep"])
+@pytest.mark.parametrize("axis", ["", *(pytest.param(axis, marks=SLOW) for axis in ("pp", "tp", "ep"))])
 def test_drawn_islands_train_like_their_twins(axis: str, tmp_path: Path) -> None:
     """With codes of gradients and parameters inside of islands, and of what these change between them. In four steps
     more codes flip: of seven elements one where a split model sends int8. Were outer gradients not rounded alike,

@@ -17,7 +17,7 @@ from shardwise.sharded import fitting
 from tests import inside
 from tests.ranks.lost_groups import AXES, DiesBefore, Experts, Layers, Task, race_of
 from tests.ranks.test_smaller_meshes import Watched
-from tests.thorough import sampled, soak
+from tests.thorough import sampled, soak, thorough_only
 
 COMMIT = "exchange of commit"
 
@@ -94,6 +94,7 @@ def test_groups_leave_or_shrink_under_the_names_of_the_new_mesh(name: str, tmp_p
     assert task.plans[2] == {f"hsdp on node=1 x local=1 x {axis}=2"}
 
 
+@thorough_only("the test above changes the plan before the loss")
 @sampled
 @pytest.mark.parametrize(
     "change", [{"preset": "zero3", "mesh": {"tp": 4}}, {"clip_grad_norm": 1e9}], ids=["as a whole", "as it is here"]
@@ -115,6 +116,7 @@ def test_fewer_data_ranks_change_to_a_plan_whose_mesh_has_all(tmp_path: Path) ->
     assert task.plans == {3: {"hsdp on node=1 x local=3"}}
 
 
+@thorough_only("so has a rank that joins, in the first test")
 def test_a_spare_that_comes_back_has_the_plan_that_the_others_have_by_now(tmp_path: Path) -> None:
     """They have changed it while it waited. Later the group leaves that it did not wait for."""
     own = AXES["tp"]
@@ -150,6 +152,7 @@ def test_which_ranks_leave_together_follows_from_the_mesh(there: bool, tmp_path:
     assert {one[-1] for one in sizes.values()} == {2 if there else 3}
 
 
+@thorough_only("a budget, stages and a lost rank; pairs of them have tests of their own")
 def test_activations_that_were_fitted_in_a_pipeline_stay_so_when_a_rank_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

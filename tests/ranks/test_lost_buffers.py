@@ -19,7 +19,7 @@ from tests import inside
 from tests.ranks.lost_groups import PRESETS, WITH_BUFFERS, DiesBefore, Experts, race
 from tests.ranks.test_buddies import HostDiesAt
 from tests.ranks.test_lost_ranks import DiesAt
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 POINTS = {
@@ -47,6 +47,7 @@ def test_stages_move_with_their_buffers(
     assert {one[-1] for one in sizes.values()} == {4 if rank == 2 else 2}
 
 
+@thorough_only("a second loss; test_smaller_meshes.py has one without buffers")
 @sampled
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("second", ["exchange of commit", "exchange of buffers of stages", "exchange of recovery"])
@@ -77,6 +78,7 @@ def test_a_host_is_lost_with_the_images_of_its_stages(name: str, at: int, preset
     assert sizes.keys() == {0, 1}
 
 
+@thorough_only("test_stages_move_with_their_buffers has it for one group")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS[1:])
 def test_the_rest_of_two_groups_takes_a_stage(preset: str, tmp_path: Path) -> None:
@@ -86,6 +88,7 @@ def test_the_rest_of_two_groups_takes_a_stage(preset: str, tmp_path: Path) -> No
     assert {one[-1] for one in sizes.values()} <= {1, 2}
 
 
+@thorough_only("test_stages_move_with_their_buffers has biases that move in each step")
 def test_biases_that_move_after_two_steps_move_with_what_was_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -511,6 +511,7 @@ class Averaged(Layers):
         return loss
 
 
+@thorough_only("five ranks, for a moment between two of test_a_rank_dies_anywhere_with_activations_on_a_disk")
 @pytest.mark.usefixtures("every_activation")
 def test_what_a_spare_had_on_its_disk_is_dropped_and_its_backward_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -167,6 +167,7 @@ class Counter:
         self.num_steps = state["num_steps"]
 
 
+@thorough_only("moments of a loss, of which test_a_group_comes_back has one")
 @sampled
 @pytest.mark.parametrize("point", ["exchange of any_rank", "all_reduce of verdict", "exchange of commit"])
 @pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
@@ -204,6 +205,7 @@ def test_what_a_spare_counts_is_what_the_others_do(axis: str, point: str, tmp_pa
     assert {one for counted in results.values() for one in counted} == {1}
 
 
+@thorough_only("two things after each other; the tests beside it have each")
 @sampled
 @pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
 def test_a_batch_that_was_left_out_before_a_spare_came_back_is_left_out_once(axis: str, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_a_rehearsal_of_a_loss_over_tokens_sends_nothing(tmp_path: Path) -> None
     assert len(sizes) == 8
 
 
+@thorough_only("eight ranks; test_lost_groups.py has each axis with four")
 @sampled
 @pytest.mark.parametrize("rank", [1, 6])
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])

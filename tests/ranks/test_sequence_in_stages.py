@@ -61,6 +61,7 @@ def outside(model: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("loss_of", [own_loss, outside])
 @pytest.mark.parametrize(
     ("preset", "mesh", "attention"),

@@ -67,6 +67,7 @@ def test_a_rank_dies_before(pair: str, way: str, loop: str, point: str, preset: 
     assert {one[-1] for one in sizes.values()} == {4 if rank % 2 else 2}
 
 
+@thorough_only("moments like those of test_a_rank_dies_before")
 @sampled
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("nth", [1, 3])
@@ -97,6 +98,7 @@ class Seeing(Layers):
         return loss
 
 
+@thorough_only("test_smaller_meshes.py has the choice, for one axis")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(
@@ -127,6 +129,7 @@ def test_of_meshes_of_as_many_ranks_the_fastest_is_taken(
     assert {one[-1] for one in sizes.values()} == {2}
 
 
+@thorough_only("test_smaller_meshes.py has it for one axis")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("pair", PAIRS)
@@ -187,6 +190,7 @@ class DiesInVerdict(DiesBefore):
                 self._may_end.set()
 
 
+@thorough_only("a moment of test_a_rank_dies_while_its_state_is_copied")
 def test_a_rank_whose_state_is_being_copied_gives_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some would have updated with it, and have no parameters of the step before any more, to which all return."""
     dies = DiesInVerdict(monkeypatch)
@@ -217,6 +221,7 @@ def test_what_is_frozen_is_there_afterwards(pair: str, preset: str, tmp_path: Pa
     assert sizes.keys() == {1, 2, 3, 4}
 
 
+@thorough_only("a second loss; the tests beside it have one")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("second", ["exchange of commit", "exchange of images", "exchange of recovery"])
@@ -238,6 +243,7 @@ def test_one_is_left_of_four(pair: str, second: str, preset: str, tmp_path: Path
     assert {one[-1] for one in sizes.values()} <= {1, 2}
 
 
+@thorough_only("test_lost_ranks_saves.py has it without a smaller mesh")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("rank", range(4))
