@@ -488,6 +488,7 @@ def test_every_variant_is_compared_with_one_that_is_not() -> None:
     assert all(bool(one.bar) != bool(one.nudge or one.hook_factors) for one in compared)
 
 
+@thorough_only("trains four times; the tests beside it have its parts")
 def test_a_command_that_is_repeated_makes_the_runs_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -423,6 +423,7 @@ def test_a_head_in_fp8_shares_its_weight_with_the_embedding(
     same_within(run, plain_run(in_fp8(model, recipe), data, shares=num_ranks))
 
 
+@thorough_only("four settings at once; the tests beside it have each")
 @sampled
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-offload"])
