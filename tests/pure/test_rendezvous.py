@@ -95,6 +95,14 @@ class Job:
                 order.shuffle(numbers)
             moved = sum(self.turn(number) for number in numbers) > 0
 
+    def wait(self, seconds: float) -> None:
+        """While the launcher looks at it ten times."""
+        for _ in range(10):
+            self.now += seconds / 10
+            self.rendezvous.tick(self.now)
+            self.collect()
+            self.settle()
+
     def begin(self) -> None:
         for number in sorted(self.alive):
             self.say(number, "here")
@@ -175,16 +183,50 @@ def test_a_stopped_rank_is_given_up_soon_and_a_computing_one_is_not() -> None:
     job.stopped.add(3)
     job.kill(0)
     job.settle()
-    job.now = STOPPED_SECONDS * 1.5
-    job.rendezvous.tick(job.now)
-    job.collect()
-    job.settle()
+    job.wait(STOPPED_SECONDS * 1.5)
     assert job.rendezvous.members == (1, 2)
     job.kill(1)
     job.say(2, "heard", job.rendezvous.generation, "over")
     job.now += 2 * SILENT_SECONDS
     job.rendezvous.tick(job.now)
     assert not job.rendezvous.kills  # its thread for announcements answers: the other one may be computing
+
+
+@pytest.mark.parametrize("heard", ["nothing", "over", "entering"])
+def test_a_rank_that_is_stopped_is_given_up_soon_whatever_it_has_heard_before(heard: str) -> None:
+    """A campaign of kills hung for a minute, and would have for ten in a job that is as patient as usual: one rank was
+    stopped between two lines of its recovery."""
+    job = Job(4, 1, 4)
+    job.begin()
+    job.stopped.add(3)
+    job.kill(0)
+    job.settle()
+    if heard != "nothing":
+        job.say(3, "heard", 0, "over")
+    if heard == "entering":
+        job.say(3, "ready", 0)
+        job.settle()
+        job.say(3, "heard", 1, "entering")
+        assert job.rendezvous.state == "entering"
+    job.wait(STOPPED_SECONDS * 1.5)
+    assert job.rendezvous.members == (1, 2)
+    assert job.rendezvous.state == "formed"
+
+
+def test_a_rank_that_is_stopped_for_moments_is_waited_for() -> None:
+    """As by a profiler that looks at its stack."""
+    job = Job(4, 1, 4)
+    job.begin()
+    job.kill(0)
+    for _ in range(10):
+        job.stopped.add(3)
+        job.wait(STOPPED_SECONDS * 0.9)
+        job.stopped.clear()
+        job.say(3, "heard", 0, "over")
+        job.wait(STOPPED_SECONDS * 0.3)
+    assert 3 in job.alive
+    job.settle()
+    assert job.rendezvous.members == (1, 2, 3)
 
 
 def test_a_host_is_lost_with_all_its_ranks_at_once_and_everybody_knows_where_the_others_are() -> None:

@@ -33,7 +33,8 @@ _MAX_IN_VAIN = 5
 _HAS_ASKED = "This rank has asked to leave, and the others continue."
 _IS_SPARE = "This rank's replica group has lost a rank, and the others continue without it until it is whole again."
 STOPPED_SECONDS = 0.5
-"""After this time without an answer, a member that the system has stopped is given up."""
+"""After this time, a member that the system has stopped, and that the others wait for, is given up: whether it had
+heard of their waiting before, or not. Profilers and debuggers stop a process for a moment, again and again."""
 DYING_SECONDS = 10
 """How long a member that has raised may take to end."""
 SILENT_SECONDS = 30
@@ -121,6 +122,8 @@ class Rendezvous:
     _in_vain: tuple[int, int] = (0, 0)
     """A step, and the generations since it that were over without a lost member."""
     _wanted: int = -1
+    _stopped: dict[int, float] = field(default_factory=dict)
+    """Members that the others wait for and that the system has stopped, and since when that is seen."""
 
     # -- what happens -----------------------------------------------------------------------------------
 
@@ -221,24 +224,28 @@ class Rendezvous:
         for process in self.processes.values():
             if dies_too_long(process, now):
                 self._give_up(process, "raised, and did not end")
-        if self.state == "lost" or not self.members:
-            return
-        living, is_entering = self._living(), self.state == "entering"
-        late = [one for one in living if (one.opened < self.generation if is_entering else one.ready is None)]
-        if self.state == "formed" and len(late) == len(living):
-            return  # all are training
+        late = self._late()
+        stopped = [one.number for one in late if self.is_stopped(one.number, one.pid)]
+        self._stopped = {number: self._stopped.get(number, now) for number in stopped}
         told = self.generation, "over" if self.state == "gathering" else "entering"
         for process in late:
-            seconds, has_heard = now - self._since, process.heard == told
-            if (not has_heard or self.state == "formed") and is_stopped_too_long(process, seconds, self.is_stopped):
+            if now - self._stopped.get(process.number, now) > STOPPED_SECONDS:
                 self._give_up(process, "was stopped, and did not answer")
-            elif why := too_late(process, seconds, has_heard=has_heard):
+            elif why := too_late(process, now - self._since, has_heard=process.heard == told):
                 self._give_up(process, why)
+
+    def _late(self) -> list[Process]:
+        """Members that others wait for."""
+        if self.state == "lost":
+            return []
+        living, is_entering = self._living(), self.state == "entering"
+        late = [one for one in living if (one.opened < self.generation if is_entering else one.ready is None)]
+        return [] if self.state == "formed" and len(late) == len(living) else late  # else all are training
 
     def taken_over(self, now: float) -> None:
         """Another launcher goes on with this object. A generation that members were entering is over: what they had
         told each other was in the store of the last launcher."""
-        self._since = now
+        self._since, self._stopped = now, {}
         for process in self.processes.values():
             process.is_dying_since = None if process.is_dying_since is None else now
         if self.state == "entering":
@@ -458,11 +465,6 @@ class Rendezvous:
 def dies_too_long(process: Process, now: float) -> bool:
     """Whether it has raised and should have ended by now."""
     return process.is_dying_since is not None and now - process.is_dying_since > DYING_SECONDS
-
-
-def is_stopped_too_long(process: Process, seconds: float, is_stopped: Callable[[int, int], bool]) -> bool:
-    """Whether the system has stopped it, and the others have waited for it for `seconds`."""
-    return seconds > STOPPED_SECONDS and is_stopped(process.number, process.pid)
 
 
 def too_late(process: Process, seconds: float, *, has_heard: bool) -> str:
