@@ -829,6 +829,12 @@ ELASTIC = _of(
         "rendezvous",
     ),
     (
+        "a stopped member is waited for if it has heard of the others' waiting",
+        "if self.is_stopped(one.number, one.pid)]",
+        "if one.heard[0] < self.generation and self.is_stopped(one.number, one.pid)]",
+        "rendezvous",
+    ),
+    (
         "a spare takes itself for lost",
         "if not concerns_me and self._generation >= 0 and not self._is_spare:",
         "if not concerns_me and self._generation >= 0:",
