@@ -228,14 +228,14 @@ STREAMS = _of(
     "streams",
     (
         "a gather goes beyond the budget of bytes",
-        "full = ahead.last_above(home, budget_bytes - full_bytes[flat])",
-        "full = ahead.last_above(home, budget_bytes)",
+        "full = ahead.last_above(home, budget_bytes - full_bytes[flat], last_use.get(flat, -1))",
+        "full = ahead.last_above(home, budget_bytes, last_use.get(flat, -1))",
         "program",
     ),
     (
         "a gather passes the last use of its own buffer",
-        "goal = next_before[max(full, last_use.get(flat, -1)) + 1]",
-        "goal = next_before[full + 1]",
+        "budget_bytes - full_bytes[flat], last_use.get(flat, -1))",
+        "budget_bytes - full_bytes[flat], -1)",
         "program golden",
     ),
     (

@@ -107,6 +107,9 @@ def test_equal_blocks_are_counted_once(policy: str) -> None:
     assert of_few.count(count(3)) == whole(3)
     assert rehearsed == [most - 1], "for other samples it is known that few blocks tell"
     rehearsed.clear()
+    assert of_few.count(count(2), split="another split") == of_two
+    assert rehearsed == [most], "fewer did not tell, or were not enough to see"
+    rehearsed.clear()
     assert of_few.count(count(2), "another treatment") == of_two
     assert min(rehearsed) >= 4, "for other treatments it is known that their number does not matter"
 
@@ -335,6 +338,25 @@ def test_what_stages_hold_is_derived_closely(policy: PolicyName, schedule: str, 
     derived, exact = subject.evaluate(one), subject.confirm(one)
     assert 0.95 * exact.device_bytes <= derived.device_bytes <= 1.05 * exact.device_bytes
     assert 0 < subject.held(one, enough=0) <= subject.held(one) <= derived.device_bytes
+
+
+@sampled
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_few_rounds_hold_what_all_of_them_hold(policy: PolicyName, schedule: str, chunks: int) -> None:
+    """To the byte, on devices and hosts; so others are only timed. What was held on some ranks is not looked for
+    again."""
+    subject = ModelSubject(on_meta(Decoder, num_blocks=9, width=64), tokens(1), H100, 64, Plan(), on_cpu=False)
+    for preset in ("zero1", "zero2", "zero3", "offload"):
+        every = Candidate(preset, (("pp", 2), ("dp", 2)), 1, 16, policy, schedule, chunks)
+        found, few = subject.evaluate(every), every.fullest
+        assert few == replace(every, accumulate=6 if chunks > 1 else 4)
+        most = subject.held(few)
+        bytes_of_few = subject.evaluate(few)
+        for name in ("device_bytes", "host_bytes", "disk_bytes", "process_bytes"):
+            assert getattr(bytes_of_few, name) == getattr(found, name), (preset, name)
+        assert most <= found.device_bytes
+        assert subject.timed(every) == replace(found, device_bytes=0, host_bytes=0, disk_bytes=0, process_bytes=0)
 
 
 @sampled

@@ -59,7 +59,9 @@ from tests.thorough import drawn, varies
 
 NAMES = st.text(min_size=1, max_size=8)  # a module may have any name without a dot
 UNITS = st.just("") | NAMES
-MOMENTS = st.builds(Moment, st.sampled_from(get_args(Edge)), st.sampled_from(get_args(Phase)), UNITS)
+MOMENTS = st.builds(
+    Moment, st.sampled_from(get_args(Edge)), st.sampled_from(get_args(Phase)), UNITS, st.none() | st.integers(0, 999)
+)
 
 
 @st.composite
@@ -291,6 +293,30 @@ def test_the_next_unit_is_on_its_way_by_default() -> None:
         "wait h.0 full",
     ]
     assert [action.flat for action in program["before backward h.1"] if action.verb == "gather"] == ["h.0"]
+
+
+@pytest.mark.parametrize("num_ahead", [0.5, 1, 3, 40, 1000])
+def test_gathers_run_as_far_ahead_as_the_budget_allows(num_ahead: float) -> None:
+    """However far: to the first block before a computation from which on there is room, behind their last use."""
+    table = with_dtypes(PRESETS["zero3"], ONE)
+    units = tuple(UnitSpec(f"h.{index}", (flat(f"h.{index}", table, ONE, 1 + index % 3),)) for index in range(48))
+    full_bytes = {one.name: one.full_bytes for unit in units for one in unit.flats}
+    budget, plain = int(num_ahead * max(full_bytes.values())), build_pass(units, straight_trace(units))
+    ahead, last_use, goals = [0] * len(plain), dict[str, int](), list[tuple[int, str]]()
+    for home, block in enumerate(plain):
+        for action in (one for one in block.actions if one.verb == "gather"):
+            goal, num_bytes = home, full_bytes[action.flat]
+            for index in range(home - 1, last_use.get(action.flat, -1), -1):
+                if ahead[index] + num_bytes > budget:
+                    break
+                goal = index if plain[index].moment.edge == "before" else goal
+            ahead[goal:home] = [one + num_bytes for one in ahead[goal:home]]
+            goals.append((goal, action.flat))
+        last_use.update((action.flat, home) for action in block.actions)
+    found = prefetch(plain, full_bytes, budget)
+    places = [(index, one.flat) for index, block in enumerate(found) for one in block.actions if one.verb == "gather"]
+    assert sorted(places) == sorted(goals)
+    assert (places != [(home, one.flat) for home, block in enumerate(plain) for one in block.actions]) == (budget > 0)
 
 
 def test_a_unit_with_two_buffers_is_on_its_way_as_a_whole() -> None:

@@ -110,6 +110,9 @@ class Blocks:
     def held(self, candidate: Candidate, enough: int | None = None) -> int:
         return 0
 
+    def timed(self, candidate: Candidate) -> Evaluated:
+        return self.evaluate(candidate)
+
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
         raise ConfigError(f"Half of {candidate} does not fit {limits} either.")
 

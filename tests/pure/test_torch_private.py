@@ -121,6 +121,9 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_has_compatible_shallow_copy_type": (torch, "module.to() asks it of parameters; it needs no values"),
     # operators
     "_unsafe_view": (torch.ops.aten, "what a linear layer makes of its product, which rehearsals call oftenest"),
+    "_log_softmax": (torch.ops.aten, "most losses, whose shapes rehearsals compute"),
+    "_log_softmax_backward_data": (torch.ops.aten, "its backward"),
+    "_softmax_backward_data": (torch.ops.aten, "the backward of a router of experts, likewise"),
     "_to_copy": (torch.ops.aten, "a move or a conversion of a weight in codes, which stays one"),
     "_schema": (OPERATOR, "which arguments an operator writes to"),
     "_overloadname": (OPERATOR, "operators are told apart by name and overload"),

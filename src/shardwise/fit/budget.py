@@ -114,7 +114,8 @@ def within_budget(  # noqa: PLR0913  # a plan, what is known of its ranks, and w
 
     `updates` says how an optimizer updates each parameter; without it, it keeps `states_per_param` for each. `is_live`:
     the model is already sharded. `activations` are those of each pipeline rank, if they have to fit too. The summary is
-    left out unless it `describes`, for which each rank is planned once more. Raises `ConfigError`, with figures, if
+    left out unless it `describes`, for which each rank is planned once more; and programs are not checked then, which
+    whoever searches does with what it proposes. Raises `ConfigError`, with figures, if
     nothing fits.
     """
     if not _is_meant(plan, mesh, ranks):
@@ -124,7 +125,7 @@ def within_budget(  # noqa: PLR0913  # a plan, what is known of its ranks, and w
             f"A live model that is split ({mesh}) has other parts on each rank, and a budget knows only one of them. "
             f"Give offload to reshard(), or the budget to shard()."
         )
-    search = _Search(model, plan, mesh, ranks, updates, states_per_param, activations)
+    search = _Search(model, plan, mesh, ranks, updates, states_per_param, activations, checks=describes)
     found = search.least_off_device()
     found = search.least_on_disk(found)
     return Fitted(plan.with_offload(found), search.summary(found) if describes else "")
@@ -283,7 +284,11 @@ class _Search:
         updates: Mapping[nn.Parameter, Update] | None,
         states_per_param: int,
         activations: Sequence[Activations] | None = None,
+        *,
+        checks: bool = True,
     ) -> None:
+        """`checks` is that of `plan_step`."""
+        self._checks = checks
         self._model, self._plan, self._mesh, self._ranks = model, plan, mesh, ranks
         self._activations = activations
         self._updates, self._states_per_param = updates, states_per_param
@@ -377,7 +382,7 @@ class _Search:
             units = self._specs(offload)[pp_rank]
             counted = None if self._activations is None else self._activations[pp_rank]
             trace = self._trace(pp_rank, units) if counted is None else counted.trace
-            step = plan_step(units, trace, prefetch_bytes=self._plan.prefetch_bytes)
+            step = plan_step(units, trace, prefetch_bytes=self._plan.prefetch_bytes, checks=self._checks)
             held = step.footprint(
                 states_per_param=self._states_per_param,
                 num_micro_batches=self._plan.accumulate,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from shardwise.errors import ConfigError, ShardwiseError, nearest
 from shardwise.fit.hardware import Hardware
@@ -172,13 +172,25 @@ class Candidate:
         """Whether a rank has gradients of all it trains while it holds the activations of as many micro-batches as it
         ever does: once a pipeline is full, and each of several stages on a rank, which take turns, has been through a
         backward; and never if all forwards come first."""
-        num_rounds = 2 if self.chunks == 1 else 3
-        return self.accumulate >= num_rounds * self.size("pp") and not self.fills_first
+        return self.accumulate >= self._num_rounds * self.size("pp") and not self.fills_first
+
+    @property
+    def _num_rounds(self) -> int:
+        """Rounds of micro-batches through a pipeline after which it holds what it holds after more."""
+        return 2 if self.chunks == 1 else 3  # several stages of a rank have all gradients only then
 
     @property
     def fills_first(self) -> bool:
         """Whether stages hold the activations of all micro-batches of a step."""
         return self.size("pp") > 1 and not self.parts and SCHEDULES[self.schedule].fills_first
+
+    @property
+    def fullest(self) -> Candidate:
+        """It, or the same with as few rounds of micro-batches through its pipeline as hold as much as all of them."""
+        stages = self.size("pp")
+        if stages == 1 or self.accumulate <= 3 * stages or self.fills_first:
+            return self
+        return replace(self, accumulate=self._num_rounds * stages)
 
     @cached_property
     def split(self) -> tuple[int, ...]:
@@ -362,8 +374,7 @@ class Bound:
         return max((self.device_bytes, *most))
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What one rank has at least, once its model is known: parameters, as a share of what the average rank has, and
     bytes of activations at once, and `between` a forward and its backward, if that is known."""
 

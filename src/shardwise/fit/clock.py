@@ -18,9 +18,11 @@ Gradients of parameters that several stages have are such messages too, before t
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 from shardwise.errors import ProgramError
@@ -231,10 +233,12 @@ def _run_together(ranks: Sequence[_Rank], numbers: Sequence[int], hardware: Hard
     """Run each rank until it needs what another has not sent, until all have ended."""
     arrivals: dict[_Key, float] = {}
 
+    @cache
+    def seconds(num_bytes: float, sender: int, receiver: int) -> float:
+        return hardware.collective_seconds("send", num_bytes, tuple(sorted((sender, receiver))))
+
     def send(key: _Key, stage_on: int, now: float, num_bytes: float, sender: int) -> None:
-        receiver = numbers[stage_on % len(numbers)]
-        pair = tuple(sorted((sender, receiver)))
-        arrivals[key] = now + hardware.collective_seconds("send", num_bytes, pair)
+        arrivals[key] = now + seconds(num_bytes, sender, numbers[stage_on % len(numbers)])
 
     running: list[tuple[_Rank, _Asked]] = []
     for rank in ranks:
@@ -273,13 +277,20 @@ def _run_together(ranks: Sequence[_Rank], numbers: Sequence[int], hardware: Hard
 class _Flight:
     """An action that runs beside the computation. `left` are the seconds that it would still take alone."""
 
-    __slots__ = ("axis", "begin", "end", "left", "links", "moment", "stream", "text")
+    __slots__ = ("axis", "begin", "end", "left", "moment", "stream", "text", "uses")
 
     def __init__(self, stream: str, text: str, moment: str, cost: Cost) -> None:
         self.stream, self.text, self.moment = stream, text, moment
-        self.left, self.links, self.axis = cost.seconds, cost.links, cost.axis
+        self.left, self.axis = cost.seconds, cost.axis
+        self.uses = stream, cost.links
         self.begin: float | None = None
         self.end: float | None = None
+
+
+_USES = attrgetter("uses")
+"""The stream of a flight, and its links."""
+_Rates = tuple[float, tuple[float, ...]]
+"""How fast the computing stream and each flight go on, compared with alone."""
 
 
 class _Streams:
@@ -287,21 +298,27 @@ class _Streams:
 
     def __init__(self, contention: float, *, copies_contend: bool) -> None:
         self.now = 0.0
-        self.queues: dict[str, deque[_Flight]] = {}
         self.landed: list[_Flight] = []
+        self._queues: dict[str, deque[_Flight]] = {}
+        self._num_flying = 0
         self._contention = contention
         self._copies_contend = copies_contend
+        self._known: dict[object, _Rates] = {}
+        """By what goes on, which is the same again and again."""
 
     @property
     def is_idle(self) -> bool:
-        return not any(self.queues.values())
+        return not self._num_flying
 
     def issue(self, flight: _Flight) -> None:
-        self.queues.setdefault(flight.stream, deque()).append(flight)
+        self._num_flying += 1
+        self._queues.setdefault(flight.stream, deque()).append(flight)
 
     def compute(self, seconds: float, links: tuple[str, ...] = ()) -> None:
         """Let the computing stream do what takes `seconds` alone; with `links`, it is communication itself."""
-        if seconds > 0:
+        if not self._num_flying:
+            self.now += seconds
+        elif seconds > 0:
             self._go_on(seconds, None, links)
 
     def until(self, flight: _Flight) -> None:
@@ -311,9 +328,9 @@ class _Streams:
 
     def sleep_until(self, time: float) -> None:
         """Let the computing stream wait for what comes from elsewhere at `time`."""
-        while self.now < time and not self.is_idle:
-            heads = [queue[0] for queue in self.queues.values() if queue]
-            rates = self._rates(heads, ())[1]
+        while self.now < time and self._num_flying:
+            heads = [queue[0] for queue in self._queues.values() if queue]
+            _, rates = self._rates(heads, None)
             step = min(time - self.now, *(head.left / rate for head, rate in zip(heads, rates, strict=True)))
             self._advance(step, heads, rates)
         self.now = max(self.now, time)
@@ -322,20 +339,12 @@ class _Streams:
         """Until `left` seconds of the computing stream are done, or `target` has landed."""
         computes = target is None
         while True:
-            heads = [queue[0] for queue in self.queues.values() if queue]
-            if not heads:
+            if not self._num_flying:
                 if computes:
                     self.now += left
                 return
-            rate, rates = self._rates(heads, links) if computes else (0.0, self._rates(heads, ())[1])
-            if computes and not links and self._contention > 1:
-                contending = [
-                    bool(head.links) and (self._copies_contend or head.stream not in ("fetch", "evict"))
-                    for head in heads
-                ]
-                if any(contending):
-                    rate /= self._contention
-                    rates = [r / self._contention if slow else r for r, slow in zip(rates, contending, strict=True)]
+            heads = [queue[0] for queue in self._queues.values() if queue]
+            rate, rates = self._rates(heads, links if computes else None)
             step = left / rate if computes else float("inf")
             for head, its in zip(heads, rates, strict=True):
                 step = min(step, head.left / its)
@@ -347,16 +356,24 @@ class _Streams:
             elif target is not None and target.end is not None:
                 return
 
-    def _rates(self, heads: Sequence[_Flight], links: tuple[str, ...]) -> tuple[float, list[float]]:
-        """How fast the computing stream and each flight go on, by how many use their links."""
-        if len(heads) == 1 and not links:
-            return 1.0, [1.0]
-        users: dict[str, int] = {}
-        for used in (links, *(head.links for head in heads)):
-            for link in used:
-                users[link] = users.get(link, 0) + 1
-        own = 1.0 / max((users[link] for link in links), default=1)
-        return own, [1.0 / max((users[link] for link in head.links), default=1) for head in heads]
+    def _rates(self, heads: Sequence[_Flight], links: tuple[str, ...] | None) -> _Rates:
+        """By how many use their links, and whether the computing stream computes (`links` are `()`), communicates, or
+        waits (`None`)."""
+        key = links, *map(_USES, heads)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._rates_of(links, *map(_USES, heads))
+        return found
+
+    def _rates_of(self, links: tuple[str, ...] | None, *flying: tuple[str, tuple[str, ...]]) -> _Rates:
+        users = Counter(link for used in (links or (), *(used for _, used in flying)) for link in used)
+        own = 0.0 if links is None else 1.0 / max((users[link] for link in links), default=1)
+        rates = [1.0 / max((users[link] for link in used), default=1) for _, used in flying]
+        contending = [bool(used) and (self._copies_contend or stream not in COPYING) for stream, used in flying]
+        if links == () and self._contention > 1 and any(contending):
+            own /= self._contention
+            rates = [rate / self._contention if slow else rate for rate, slow in zip(rates, contending, strict=True)]
+        return own, tuple(rates)
 
     def _advance(self, step: float, heads: Sequence[_Flight], rates: Sequence[float]) -> None:
         for head in heads:
@@ -367,7 +384,8 @@ class _Streams:
             head.left -= step * rate
             if head.left <= 1e-15:
                 head.end = self.now
-                self.queues[head.stream].popleft()
+                self._queues[head.stream].popleft()
+                self._num_flying -= 1
                 self.landed.append(head)
 
 
@@ -445,10 +463,10 @@ class _Rank:
             agreed = [place for place, action in enumerate(block.actions) if action.verb == "agree"]
             if block.moment.edge == "before":  # what ranks agree on is the norm of gradients that are complete
                 place = agreed[0] if agreed else len(block.actions)
-                yield from self._act(replace(block, actions=block.actions[:place]))
+                yield from self._act(block._replace(actions=block.actions[:place]))
                 yield from self._add_up(str(block.moment))
                 self._compute(self._prices.norm(), "gradient norm", str(block.moment))
-                yield from self._act(replace(block, actions=block.actions[place:]))
+                yield from self._act(block._replace(actions=block.actions[place:]))
                 continue
             if block.moment.edge == "after":
                 self._compute(self._prices.update(), "optimizer", str(block.moment))
@@ -460,7 +478,9 @@ class _Rank:
         for number in range(self._times):
             begun, before, was_idle = self._streams.now, self._sums(), self._streams.is_idle and number > 0
             for block, worked in zip(program, work, strict=True):
-                yield from self._walk(block, worked)
+                self._walk(block, worked)
+                if block.actions:
+                    yield from self._act(block)
             if was_idle and self._streams.is_idle:
                 self._num_repeated = self._times - number - 1
                 self._repeat(begun, before)
@@ -476,12 +496,16 @@ class _Rank:
                 yield from self._receive((self._number, *source), f"wait {op.kind}{op.micro_batch}@{op.stage}")
             begun = self._streams.now
             for block, worked in zip(program[place:end], work[place:end], strict=True):
-                yield from self._walk(block, worked)
-            self._note(STAGES, f"{op.kind}{op.micro_batch}@{op.stage}", begun)
+                self._walk(block, worked)
+                if block.actions:
+                    yield from self._act(block)
+            if self._keeps_events:
+                self._note(STAGES, f"{op.kind}{op.micro_batch}@{op.stage}", begun)
             place = end
             self._send(op)
         for block, worked in zip(program[place:], work[place:], strict=True):
-            yield from self._walk(block, worked)
+            self._walk(block, worked)
+            yield from self._act(block)
 
     def _end_of(self, op: Op, program: Program, place: int) -> int:
         """Where the blocks of `op` end, which begin at `place`."""
@@ -555,8 +579,8 @@ class _Rank:
 
     # -- blocks -----------------------------------------------------------------------------------------
 
-    def _walk(self, block: Block, worked: Worked) -> _Asked:
-        """What is computed before a moment of a pass, and its actions."""
+    def _walk(self, block: Block, worked: Worked) -> None:
+        """What is computed before a moment of a pass."""
         timed = self._timed.get(id(worked))
         if timed is None:
             timed = self._timed[id(worked)] = self._time(worked, block.moment)
@@ -580,8 +604,6 @@ class _Rank:
         if timed.evicted:  # memory of the last unit is freed behind its copy
             self._await_all(self._evicted, moment)
             self._evicted += self._copied(timed.evicted, "evict", moment)
-        if block.actions:
-            yield from self._act(block)
 
     def _copied(self, costs: Sequence[Cost], verb: str, moment: str) -> list[_Flight]:
         """Issue copies of activations to or from another tier."""
@@ -634,7 +656,8 @@ class _Rank:
             cost, effect = self._prices.of(action), action.effect
             if effect.waits is not None:
                 self._wait(action, effect, moment)
-                self._compute(cost.computing, self._text(action), moment)
+                if cost.computing:
+                    self._compute(cost.computing, self._text(action), moment)
             elif action.stream != COMPUTE or action.subject == "states":
                 self._compute(cost.computing, self._text(action), moment)
                 self._issue(action, effect, cost, moment)
@@ -646,7 +669,7 @@ class _Rank:
 
     def _wait(self, action: Action, effect: Effect, moment: str) -> None:
         flight = self._made.get((action.flat, effect.waits or ""))
-        if flight is not None:
+        if flight is not None and flight.end is None:
             self._await(flight, self._text(action), moment)
 
     def _await(self, flight: _Flight, text: str, moment: str) -> None:

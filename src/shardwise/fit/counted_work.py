@@ -21,6 +21,7 @@ from shardwise.fit.operations import Copying, Operation, Operations, Worked
 from shardwise.program import Moment
 from shardwise.runtime.hooks import in_backward
 from shardwise.runtime.nested import argument_tensors
+from shardwise.runtime.rehearsal import Heard
 from shardwise.system.telemetry import Ledger
 from shardwise.system.torch_private import UncompiledMode, asks_device, storage_id
 
@@ -73,13 +74,17 @@ class CountedOperations(UncompiledMode):
         if asks_device(func, args):
             return args[0].device
         result = func(*args, **(kwargs or {}))
+        self.hear(func, args, kwargs or {}, result)
+        return result
+
+    def hear(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count an operation that has run, if this mode is told of it and not entered itself."""
         if self.is_paused:
-            return result
+            return
         if not is_free(func):
-            self._count(func, args, kwargs or {}, result)
+            self._count(func, args, kwargs, result)
         elif _name(func) in _ALLOCATING and isinstance(result, torch.Tensor) and result.numel():
             self.add(Operation("memory", kernels=0, allocated_bytes=_allocated([], [result])))
-        return result
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         given, made = list(argument_tensors((args, kwargs))), list(argument_tensors(result))
@@ -126,10 +131,10 @@ class CountedWork:
         self._known: dict[_Taken, _Taken] = {}
 
     @contextmanager
-    def during(self, resting: Sequence[torch.Tensor]) -> Iterator[None]:
+    def during(self, resting: Sequence[torch.Tensor]) -> Iterator[Heard]:
         self.worked = []
-        with CountedOperations(resting) as self._counting:
-            yield
+        self._counting = CountedOperations(resting)
+        yield self._counting.hear
 
     @contextmanager
     def paused(self) -> Iterator[None]:

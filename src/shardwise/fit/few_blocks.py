@@ -42,9 +42,11 @@ class FewBlocks:
     is_checked: bool = False
     """Whether what is done outside of blocks has been seen not to depend on their number."""
     _copies: dict[int, nn.Module] = field(default_factory=dict)
-    _known: dict[object, tuple[int, int] | None] = field(default_factory=dict)
-    """By treatment, how many blocks told what more of them do, and which of them is as the one behind it; `None` if
-    none did."""
+    _known: dict[tuple[object, object], tuple[int, int] | None] = field(default_factory=dict)
+    """By treatment and split, how many blocks told what more of them do, and which of them is as the one behind it;
+    `None` if none did."""
+    _told: dict[object, int] = field(default_factory=dict)
+    """By treatment, how many blocks told last; fewer are not tried with another split."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FewBlocks:
@@ -61,18 +63,22 @@ class FewBlocks:
             self._copies[num] = fewer
         return without_values(self._copies[num])
 
-    def count(self, count: Callable[[nn.Module], Counted], treatment: object = None) -> Counted | None:
+    def count(
+        self, count: Callable[[nn.Module], Counted], treatment: object = None, split: object = None
+    ) -> Counted | None:
         """What `count` would find for the whole model; `None` if copies with few blocks do not tell. How many tell
-        depends on the `treatment` of activations."""
+        depends on the `treatment` of activations; whether they do, also on how a model is `split`."""
         if self.blocks is None:
             return None
         counted = cache(lambda num: count(self.with_blocks(num)))
         try:
-            if treatment not in self._known:
-                self._known[treatment] = None
-                self._known[treatment] = found = self._learnt(self.blocks, counted)
+            key = treatment, split
+            if key not in self._known:
+                self._known[key] = None
+                self._known[key] = found = self._learnt(self.blocks, counted, self._told.get(treatment, 0))
+                self._told[treatment] = 0 if found is None else found[0]
             else:
-                found = self._known[treatment]
+                found = self._known[key]
                 found = None if found is None else (found[0] - 1, found[1])  # one less is enough
             if found is None:
                 return None
@@ -81,8 +87,8 @@ class FewBlocks:
         except ModelError:  # such as one that takes its number of blocks from its config
             return None
 
-    def _learnt(self, blocks: EqualBlocks, counted: Callable[[int], Counted]) -> tuple[int, int] | None:
-        for num in FEW:
+    def _learnt(self, blocks: EqualBlocks, counted: Callable[[int], Counted], least: int) -> tuple[int, int] | None:
+        for num in (one for one in FEW if one >= least):
             if num >= blocks.num:
                 return None
             record = counted(num)

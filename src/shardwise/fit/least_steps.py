@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import ge, mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,7 @@ from shardwise.program.schedule import SCHEDULES, Op, OpKind
 Numbers = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A rank's step at least: seconds, during `hiding` of which messages may go on that slow no computation down.
     Where that is infinite, nothing is known of its messages."""
 
@@ -60,8 +59,7 @@ class Least:
         return max(run.seconds + (contention - 1) * max(0.0, communicating - run.hiding) for run in self.runs)
 
 
-@dataclass(frozen=True)
-class StagePass:
+class StagePass(NamedTuple):
     """One micro-batch in one stage: seconds of its forward and of its backward, of which those for gradients of
     parameters may come later, and of the messages in both. Bytes of activations: at most meanwhile, between the two,
     and those from which such gradients are computed, which are kept until then; without those of stages before it."""
@@ -81,8 +79,8 @@ class StagePass:
 
     def holding(self, *num_bytes: float) -> StagePass:
         """The same with other activations, in the order of `bytes`."""
-        forward, backward, held, factors = (max(0, int(one)) for one in num_bytes)
-        return replace(self, forward_bytes=forward, backward_bytes=backward, held_bytes=held, factors_bytes=factors)
+        seconds = self.forward, self.backward, self.weights, self.messages
+        return StagePass(*seconds, *(max(0, int(one)) for one in num_bytes))
 
     @property
     def bytes(self) -> tuple[int, int, int, int]:

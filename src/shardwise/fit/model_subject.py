@@ -93,6 +93,8 @@ class ModelSubject:
     _known_stages: dict[tuple[int, int, str], _Stages] = field(default_factory=dict)
     _cut_stages: dict[int, _Stages] = field(default_factory=dict)
     """By their number."""
+    _held: dict[Candidate, dict[int, Footprint]] = field(default_factory=dict)
+    """What some ranks of a pipeline hold, by their place."""
     _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
     _outlines: dict[object, Outline] = field(default_factory=dict)
     _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
@@ -367,35 +369,34 @@ class ModelSubject:
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """From rehearsals of two sizes of micro-batches, without a pipeline: see [Note: derived counts]."""
-        plan, mesh = self._placed(candidate)
-        ranks = self._ranks(candidate, plan, mesh)
-        counted = self._derived_ranks(candidate, ranks)
-        is_exact = len(ranks) == 1 and self._is_rehearsed(_of_model(candidate))
-        return self._evaluated(candidate, plan, mesh, ranks, counted, is_exact=is_exact)
+        timed, programs, counted = self._derived_step(candidate)
+        return self._with_bytes(timed, candidate, programs, counted, self._held.get(candidate, {}))
+
+    def timed(self, candidate: Candidate) -> Evaluated:
+        return self._derived_step(candidate)[0]
 
     def held(self, candidate: Candidate, enough: int | None = None) -> int:
         """Of the second rank of a pipeline, which also holds what has arrived, of the first, which has most
         micro-batches in flight, and of the last one, which has the loss: a program for each, and no clock."""
         plan, mesh = self._placed(candidate)
-        ranks, most = self._ranks(candidate, plan, mesh), 0
+        ranks, known, most = self._ranks(candidate, plan, mesh), self._held.setdefault(candidate, {}), 0
         for place in dict.fromkeys((1, 0, len(ranks) - 1)):
-            counted = self._derived_ranks(candidate, ranks, (place,))
-            (footprint,) = self._footprints(plan, _programs(plan, [ranks[place]], counted), counted)
-            most = max(most, footprint.total)
+            if place not in known:
+                counted = self._derived_ranks(candidate, ranks, (place,))
+                (program,) = _programs(plan, [ranks[place]], counted)
+                known[place] = self._footprint(candidate, program, *counted)
+            most = max(most, known[place].total)
             if enough is not None and most > enough:
                 break
         return most
 
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
-        """With the least that a budget (`within_budget`) would put off the device, beside what activations take. After
-        three rounds of micro-batches a pipeline holds what it holds after more."""
+        """With the least that a budget (`within_budget`) would put off the device, beside what activations take."""
         disk = self.disk if self.hardware.disk is not None and limits.host_bytes is not None else None
         budget = Budget(device=limits.device_bytes, host=limits.host_bytes, disk=disk)
-        few = min(candidate.accumulate, 3 * candidate.size("pp"))
-        is_long = candidate.size("pp") > 1 and not candidate.fills_first
-        settled = replace(candidate, accumulate=few) if is_long else candidate
-        plan, mesh = self._placed(settled)
-        counted = self._derived_ranks(settled, self._ranks(settled, plan, mesh))
+        fullest = candidate.fullest
+        plan, mesh = self._placed(fullest)
+        counted = self._derived_ranks(fullest, self._ranks(fullest, plan, mesh))
         ranks = Ranks(self.on_cpu, min(candidate.world_size, self.hardware.ranks_per_node))
         fitted = within_budget(
             self.model,
@@ -414,8 +415,10 @@ class ModelSubject:
     def confirm(self, candidate: Candidate) -> Evaluated:
         """From a rehearsal of just this: the step that `shard` would plan."""
         plan, mesh = self._placed(candidate)
-        ranks = self._ranks(candidate, plan, mesh)
-        return self._evaluated(candidate, plan, mesh, ranks, self._count(candidate), is_exact=True)
+        ranks, counted = self._ranks(candidate, plan, mesh), self._count(candidate)
+        programs = _programs(plan, ranks, counted, checks=True)
+        timed = self._timed(candidate, plan, mesh, ranks, programs, is_exact=True)
+        return self._with_bytes(timed, candidate, programs, counted, {})
 
     def _placed(self, candidate: Candidate) -> tuple[Plan, Mesh]:
         """Its plan, on the mesh that `shard` would make."""
@@ -456,26 +459,30 @@ class ModelSubject:
             self._outlines.setdefault(alike, found)
         return found
 
-    def _evaluated(
+    def _derived_step(self, candidate: Candidate) -> tuple[Evaluated, list[RankProgram], list[Counted]]:
+        """How long it takes, and the programs of its ranks with what was counted of each."""
+        plan, mesh = self._placed(candidate)
+        ranks = self._ranks(candidate, plan, mesh)
+        counted = self._derived_ranks(candidate, ranks)
+        is_exact = len(ranks) == 1 and self._is_rehearsed(_of_model(candidate))
+        programs = _programs(plan, ranks, counted, checks=is_exact)
+        return self._timed(candidate, plan, mesh, ranks, programs, is_exact=is_exact), programs, counted
+
+    def _timed(
         self,
         candidate: Candidate,
         plan: Plan,
         mesh: Mesh,
         ranks: Sequence[RankUnits],
-        counted: Sequence[Counted],
+        programs: Sequence[RankProgram],
         *,
         is_exact: bool,
     ) -> Evaluated:
-        """What the fullest rank holds, and how long the step takes: see [Note: calls in a search].
+        """How long the step takes: see [Note: calls in a search].
 
-        Held is what an engine promises, which fits wherever ranks run: where those of a host share memory it is less
-        (`local_size`), and a budget that counted on that would be exceeded by the same plan on more hosts. Copies of
-        states beside a step (`survive`) are not in its time: on accelerators none are made, as all ranks restart; on
-        processors, who gets one depends on which ranks are on which host, which is looked up rank by rank.
+        Copies of states beside a step (`survive`) are not in it: on accelerators none are made, as all ranks restart;
+        on processors, who gets one depends on which ranks are on which host, which is looked up rank by rank.
         """
-        programs = _programs(plan, ranks, counted, checks=is_exact)
-        held = self._footprints(plan, programs, counted)
-        num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         time = step_time(
             _programs(plan, *self._in_parts(candidate, ranks)) if candidate.parts else programs,
             self.hardware,
@@ -486,22 +493,40 @@ class ModelSubject:
         )
         return Evaluated(
             seconds=time.timeline.step_seconds,
-            device_bytes=max(one.total for one in held),
-            host_bytes=num_local * max(one.host_total for one in held),
-            disk_bytes=num_local * max(one.disk_total for one in held),
+            device_bytes=0,
             parts=time.breakdown,
             mfu=time.timeline.mfu,
             is_exact=is_exact,
+        )
+
+    def _with_bytes(
+        self,
+        timed: Evaluated,
+        candidate: Candidate,
+        programs: Sequence[RankProgram],
+        counted: Sequence[Counted],
+        known: Mapping[int, Footprint],
+    ) -> Evaluated:
+        """`timed`, with what the fullest rank holds: what an engine promises, which fits wherever ranks run. Where
+        those of a host share memory it is less (`local_size`), and a budget that counted on that would be exceeded by
+        the same plan on more hosts. Of some ranks that may be `known`, by their place."""
+        held = [
+            known.get(place) or self._footprint(candidate, program, one)
+            for place, (program, one) in enumerate(zip(programs, counted, strict=True))
+        ]
+        num_local = min(candidate.world_size, self.hardware.ranks_per_node)
+        return replace(
+            timed,
+            device_bytes=max(one.total for one in held),
+            host_bytes=num_local * max(one.host_total for one in held),
+            disk_bytes=num_local * max(one.disk_total for one in held),
             process_bytes=max(one.activations.beside_tensors_bytes for one in counted),
         )
 
-    def _footprints(self, plan: Plan, programs: Sequence[RankProgram], counted: Sequence[Counted]) -> list[Footprint]:
-        return [
-            program.step.footprint(
-                states_per_param=self.num_states, num_micro_batches=plan.accumulate, activations=one.activations
-            )
-            for program, one in zip(programs, counted, strict=True)
-        ]
+    def _footprint(self, candidate: Candidate, program: RankProgram, counted: Counted) -> Footprint:
+        return program.step.footprint(
+            states_per_param=self.num_states, num_micro_batches=candidate.accumulate, activations=counted.activations
+        )
 
     def _in_parts(self, candidate: Candidate, ranks: Sequence[RankUnits]) -> tuple[list[RankUnits], list[Counted]]:
         """The ranks of a pipeline with the parts of all calls as micro-batches, and what these compute."""
@@ -567,6 +592,7 @@ class ModelSubject:
                 found = error
             self._counted[key] = found
             self._known.clear()
+            self._held.clear()
         if isinstance(found, ModelError | ConfigError):
             raise found
         return found
@@ -591,8 +617,8 @@ class ModelSubject:
                 return count(self._few.with_blocks(2 * candidate.size("pp")))
             if tells and candidate.size("pp") == 1:
                 split = tuple(axis for axis, size in sizes.items() if size > 1)
-                treatment = candidate.policy, candidate.precision, split
-                found = self._few.count(lambda model: count(model)[0], treatment)
+                treatment = candidate.policy, candidate.precision
+                found = self._few.count(lambda model: count(model)[0], treatment, split)
                 if found is not None:
                     return [found]
         return count(without_values(self.model), with_blocks)

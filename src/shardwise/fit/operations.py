@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
-from shardwise.program import Block, Moment, Phase
-from shardwise.program.action import Edge
+from shardwise.program import Block, Moment
 
 Computing = Literal["product", "attention", "memory"]
 Communicating = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
@@ -142,7 +141,7 @@ def work_of_blocks(blocks: Sequence[Block], work: Work) -> list[Worked]:
                 known[key] = _of_unit(moment, work)
         return [known[block.moment.edge, block.moment.phase, block.moment.unit] for block in blocks]
     if len(work) == len(blocks) and all(
-        replace(block.moment, micro_batch=None) == one.moment for block, one in zip(blocks, work, strict=True)
+        block.moment._replace(micro_batch=None) == one.moment for block, one in zip(blocks, work, strict=True)
     ):
         return list(work)
     return list(_in_schedule(blocks, work))
@@ -169,44 +168,45 @@ def _of_unit(moment: Moment, work: Mapping[str, UnitWork]) -> Worked:
 def _in_schedule(blocks: Sequence[Block], work: Sequence[Worked]) -> Iterator[Worked]:
     """What was counted in one micro-batch, for each micro-batch of a schedule: by moment, and in the order of its uses
     within the pass."""
-    by_moment: dict[_Counted, list[Worked]] = {}
+    by_moment: dict[Moment, list[Worked]] = {}
     for one in work:
         by_moment.setdefault(_counted_as(one.moment), []).append(one)
-    halves: dict[tuple[_Counted, Phase, int], Worked] = {}
-    nothing: dict[_Counted, Worked] = {}
+    known: dict[tuple[str, ...], Sequence[Worked]] = {}
+    """By a moment without its micro-batch: uses of a unit that has several, else what each micro-batch has."""
     used: dict[Moment, int] = {}
     for block in blocks:
         moment = block.moment
-        counted = _counted_as(moment)
-        found = by_moment.get(counted)
-        is_end = not moment.unit and moment.micro_batch is None  # of all micro-batches, each of which has its own
-        if is_end or (found is None and (moment.edge == "before" or not moment.unit)):
-            if counted not in nothing:
-                nothing[counted] = Worked(Moment(*counted))
-            yield nothing[counted]
+        if not moment.unit and moment.micro_batch is None:  # of all micro-batches, each of which has its own
+            yield Worked(moment)
             continue
+        key = moment.edge, moment.phase, moment.unit
+        found = known.get(key)
         if found is None:
-            raise ProgramError(f"What is computed before '{moment}' was not counted, so it has no time.")
+            found = known[key] = _uses(moment, by_moment.get(_counted_as(moment)))
         place = 0
         if len(found) > 1:
             place = min(used.get(moment, 0), len(found) - 1)
             used[moment] = place + 1
-        if moment.phase not in _HALVES:
-            yield found[place]
-            continue
-        if (counted, moment.phase, place) not in halves:
-            plain = Moment(moment.edge, moment.phase, moment.unit)
-            halves[counted, moment.phase, place] = _half(plain, found[place])
-        yield halves[counted, moment.phase, place]
+        yield found[place]
+
+
+def _uses(moment: Moment, counted: Sequence[Worked] | None) -> Sequence[Worked]:
+    """What of a whole pass `counted` is computed before such a `moment`, of a schedule that may split backwards."""
+    if counted is None:
+        if moment.edge == "after" and moment.unit:
+            raise ProgramError(f"What is computed before '{moment}' was not counted, so it has no time.")
+        return (Worked(moment),)
+    if moment.phase not in _HALVES:
+        return counted
+    return [_half(Moment(moment.edge, moment.phase, moment.unit), one) for one in counted]
 
 
 _HALVES = ("backward_input", "backward_weights")
-_Counted = tuple[Edge, Phase, str]
-"""A moment of a single pass, with whole backwards. (Tuples are compared in less time.)"""
 
 
-def _counted_as(moment: Moment) -> _Counted:
-    return moment.edge, "backward" if moment.phase in _HALVES else moment.phase, moment.unit
+def _counted_as(moment: Moment) -> Moment:
+    """As it is in a single pass, with whole backwards."""
+    return Moment(moment.edge, "backward" if moment.phase in _HALVES else moment.phase, moment.unit)
 
 
 def _half(moment: Moment, whole: Worked) -> Worked:

@@ -135,6 +135,10 @@ class Subject(Protocol):
         """Quickly. Raises `ShardwiseError` for what `shard` would refuse, with its reason."""
         ...
 
+    def timed(self, candidate: Candidate) -> Evaluated:
+        """As `evaluate`, without its bytes (0): how long a pipeline's step takes with a few rounds of micro-batches."""
+        ...
+
     def confirm(self, candidate: Candidate) -> Evaluated:
         """As exactly as it can be foreseen; raises likewise."""
         ...
@@ -264,8 +268,8 @@ class _Search:
     """Bounds of those that were looked at more closely."""
     held: dict[Candidate, int] = field(default_factory=dict)
     """Bytes of a device on some ranks of pipelines."""
-    of_rounds: dict[Candidate, Evaluated] = field(default_factory=dict)
-    """What the first rounds of micro-batches take of those that have more."""
+    of_rounds: dict[tuple[Candidate, bool], Evaluated] = field(default_factory=dict)
+    """What the first rounds of micro-batches take of those that have more, and whether their bytes are known."""
     outside: set[Candidate] = field(default_factory=set)
     """Neighbours that were evaluated to say why not, and are no candidates: such as presets that were not asked for."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -360,7 +364,7 @@ class _Search:
             return bound
         if candidate not in self.held:
             try:
-                self.held[candidate] = self.subject.held(_fullest(candidate), self.limits.device_bytes)
+                self.held[candidate] = self.subject.held(candidate.fullest, self.limits.device_bytes)
             except REFUSALS:  # the reason is found when it is evaluated
                 return bound
         num_bytes = max(bound.device_bytes, self.held[candidate])
@@ -370,13 +374,12 @@ class _Search:
     def _with_rounds(self, candidate: Candidate, bound: Bound) -> Bound:
         """`bound` with what two rounds of micro-batches through a pipeline take: each further one adds at least what
         its busiest rank computes."""
-        few = replace(candidate, accumulate=2 * candidate.size("pp"))
-        is_short = _fullest(candidate) == candidate
-        if is_short or self.objective == "memory" or self.why_unsplit(candidate) is not None:
+        few, fullest = replace(candidate, accumulate=2 * candidate.size("pp")), candidate.fullest
+        if fullest == candidate or self.objective == "memory" or self.why_unsplit(candidate) is not None:
             return bound
         try:
             more = self.subject.least(candidate).seconds - self.subject.least(few).seconds
-            seconds = self._asked(few).seconds + more
+            seconds = self._asked(few, fullest).seconds + more
         except REFUSALS:  # the reason is found when it is evaluated
             return bound
         closer = self.closer[candidate] = replace(bound, seconds=max(bound.seconds, seconds))
@@ -417,21 +420,21 @@ class _Search:
         return self.known[candidate]
 
     def _evaluated(self, candidate: Candidate) -> Evaluated:
-        """Once a pipeline is full, each further round of micro-batches takes as long as the one before: schedules of
-        many rounds are evaluated at two and at three, and what the third adds counts for all others. What does not fit
-        then is evaluated once, and its rounds taken for equally long."""
+        """Once a pipeline is full, each further round of micro-batches takes as long as the one before, and all hold as
+        much: schedules of many rounds are timed at two and at three, and what the third adds counts for all others.
+        What does not fit then is timed once, and its rounds taken for equally long."""
         stages = candidate.size("pp")
         num_rounds = candidate.accumulate / stages
-        fullest = _fullest(candidate)
+        fullest = candidate.fullest
         if fullest == candidate:
             return self.subject.evaluate(candidate)
         few, more = (replace(candidate, accumulate=count * stages) for count in (2, 3))
-        found = self._asked(fullest)
+        found = self._asked(fullest, fullest)
         if not found.fits(self.limits):
             longer = num_rounds * stages / fullest.accumulate
             parts = {part: longer * num for part, num in found.parts.items()}
             return replace(found, seconds=longer * found.seconds, parts=parts, is_exact=False)
-        two, three = map(self._asked, (few, more))
+        two, three = (self._asked(one, fullest) for one in (few, more))
         num_more = num_rounds - 3
 
         def beyond(few: float, more: float) -> float:
@@ -440,13 +443,14 @@ class _Search:
         seconds = beyond(two.seconds, three.seconds)
         parts = {part: beyond(two.parts.get(part, 0.0), num) for part, num in three.parts.items()}
         mfu = three.mfu * (three.seconds / seconds) * (1 + num_more / 3)
-        return replace(three, seconds=seconds, parts=parts, mfu=mfu, is_exact=False)
+        return replace(found, seconds=seconds, parts=parts, mfu=mfu, is_exact=False)
 
-    def _asked(self, few: Candidate) -> Evaluated:
-        """What a few rounds of micro-batches take, asked once."""
-        if few not in self.of_rounds:
-            self.of_rounds[few] = self.subject.evaluate(few)
-        return self.of_rounds[few]
+    def _asked(self, few: Candidate, fullest: Candidate) -> Evaluated:
+        """What a few rounds of micro-batches take, asked once: in time, and of the `fullest` also in memory."""
+        key = few, few == fullest
+        if key not in self.of_rounds:
+            self.of_rounds[key] = (self.subject.evaluate if few == fullest else self.subject.timed)(few)
+        return self.of_rounds[key]
 
     def _exactly(self, best: list[Ranked], fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
         """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
@@ -764,15 +768,6 @@ class _Climb:
         if isinstance(found, Evaluated) and found.fits(self.owner.limits):
             every = [*self.best, Ranked(candidate, found)]
             self.best = sorted(every, key=lambda one: one.cost(self.owner.objective))[:NUM_BEST]
-
-
-def _fullest(candidate: Candidate) -> Candidate:
-    """It, or the same with as few rounds of micro-batches through its pipeline as hold as much as all of them."""
-    stages = candidate.size("pp")
-    if stages == 1 or candidate.accumulate <= 3 * stages or candidate.fills_first:
-        return candidate
-    num_rounds = 2 if candidate.chunks == 1 else 3  # several stages of a rank have all gradients only then
-    return replace(candidate, accumulate=num_rounds * stages)
 
 
 def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:

@@ -93,7 +93,7 @@ class StageRecord:
     def renamed(self, rename: Callable[[str], str]) -> StageRecord:
         """The same with other names of units and flat buffers."""
         marks = tuple(mark.renamed(rename) for mark in self.activations.marks)
-        worked = tuple(replace(one, moment=replace(one.moment, unit=rename(one.moment.unit))) for one in self.worked)
+        worked = tuple(replace(one, moment=one.moment._replace(unit=rename(one.moment.unit))) for one in self.worked)
         halved = frozenset(map(rename, self.halved))
         return replace(self, activations=replace(self.activations, marks=marks), worked=worked, halved=halved)
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from shardwise.errors import ProgramError
 from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes
@@ -18,14 +18,15 @@ EDGES: frozenset[str] = frozenset(get_args(Edge))
 PHASES: frozenset[str] = frozenset(get_args(Phase))
 STREAMS: frozenset[str] = frozenset(get_args(Stream))
 COPYING: frozenset[str] = frozenset({"fetch", "evict"})
+_LEAVING_GRADIENTS = frozenset(phase for phase, effect in COMPUTES.items() if effect.makes == "fresh")
+_NEEDING_PARAMS = frozenset(phase for phase, effect in COMPUTES.items() if "full" in effect.reads)
 ALL_FLATS = "*"
 _TRANSFERS: dict[Buffer, str] = {"full": "param", "sum": "grad", "matrix": "update", "given": "update"}
 """Names in timelines, by the buffer that a transfer fills."""
 _MICRO_BATCH = re.compile(r"(?<=\s)#(\d+)\s*$")
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """A point of a step, such as `before forward h.0`. Without a unit: `after backward` as a whole, or a step.
 
     In the program of a pipeline's schedule it carries the number of the micro-batch: `before forward h.0 #3`.
@@ -52,12 +53,12 @@ class Moment:
     @property
     def leaves_gradients(self) -> bool:
         """Whether the computation around it leaves a unit's gradients."""
-        return COMPUTES[self.phase].makes == "fresh"
+        return self.phase in _LEAVING_GRADIENTS
 
     @property
     def needs_params(self) -> bool:
         """Whether the computation around it needs the unit whole."""
-        return "full" in COMPUTES[self.phase].reads
+        return self.phase in _NEEDING_PARAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,7 @@ def update_moment(unit: str) -> Moment:
     return Moment("during", "step", unit)
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One operation of a rank on one flat buffer. Verb and subject determine its meaning, wherever it stands.
 
     `subject` is what it acts on, `over` the mesh axis, `dtype` that of the bytes afterwards (of a `gather`: on the
@@ -136,7 +136,7 @@ class Action:
         return f"{self.flat} {_TRANSFERS.get(made, made) if made is not None else ''}"
 
     def on(self, stream: Stream) -> Action:
-        """The same on that stream. (`replace` takes several times as long.)"""
+        """The same on that stream. (`_replace` takes twice as long.)"""
         return Action(self.verb, self.flat, self.subject, self.over, self.dtype, self.sent_bytes, stream, self.codes)
 
     def cells(self) -> tuple[str, ...]:
@@ -202,8 +202,7 @@ def _unquoted(word: str) -> str:
         raise ProgramError(f"{word} is not a quoted JSON string.") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A moment and its actions, in order."""
 
     moment: Moment

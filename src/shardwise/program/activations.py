@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.program.action import END_OF_BACKWARD, Moment
 from shardwise.program.spec import Trace
@@ -13,16 +14,14 @@ Awaited = tuple[tuple[str, int], ...]
 yet in a backward that has begun."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """The most live bytes beside gradients that have come, while `awaited` had not."""
 
     num_bytes: int
     awaited: Awaited
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A moment, the peak of live bytes since the previous moment, and the bytes live at it; `heap_bytes` of the latter
     lie in the heap of the process.
 
@@ -50,7 +49,7 @@ class Mark:
             return tuple((rename(flat), numel) for flat, numel in awaited)
 
         return Mark(
-            replace(self.moment, unit=rename(self.moment.unit)),
+            self.moment._replace(unit=rename(self.moment.unit)),
             self.peak_bytes + num_bytes,
             self.live_bytes + num_bytes,
             self.heap_bytes,

@@ -32,8 +32,8 @@ from shardwise.program.spec import FlatSpec, Trace, UnitSpec
 Actions = tuple[Action, ...]
 _IN_PLACE = ("all_reduce", "project", "restore")
 """Sums that leave as many elements as they read."""
-_REDUCTION = "reduction"
-"""The key of `reduce_due` among the paths of a flat buffer."""
+_REDUCTION, _GATHERS = "reduction", "gathers"
+"""The keys of `reduce_due` and `gathers` among the paths of a flat buffer."""
 
 
 def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True, reduces: bool = True) -> Program:
@@ -73,13 +73,13 @@ class Gathered:
         """Those whose gather after the previous step may still be in flight."""
 
     def is_whole(self, unit: UnitSpec) -> bool:
-        return all(flat.name in self._whole for flat in unit.flats)
+        return unit.flat_names <= self._whole
 
     def make_whole(self, unit: UnitSpec) -> Actions:
         """The gathers of its flat buffers that are not whole, and the waits for those that are being updated."""
         if not self._updating and self.is_whole(unit):
             return ()
-        updating = self._updating & {flat.name for flat in unit.flats}
+        updating = self._updating & unit.flat_names
         self._updating -= updating
         awaited = tuple(Action("wait", flat.name, "param") for flat in unit.flats if flat.name in updating)
         missing = [flat for flat in unit.flats if flat.name not in self._whole]
@@ -92,8 +92,11 @@ class Gathered:
     def drop(self, due: Iterable[Action]) -> Actions:
         """Those of `due` that have something to act on: a gradient, or a whole buffer."""
         done = tuple(action for action in due if action.flat in self._whole or action.subject == "grad")
-        self._whole -= {action.flat for action in done if action.verb == "free"}
-        self._held |= {action.flat for action in done if action.verb == "slice"}
+        for action in done:
+            if action.verb == "free":
+                self._whole.discard(action.flat)
+            elif action.verb == "slice":
+                self._held.add(action.flat)
         return done
 
     def drop_all(self, units: Iterable[UnitSpec]) -> Actions:
@@ -164,6 +167,14 @@ def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Acti
 
 def gathers(flat: FlatSpec, *, from_held: bool) -> Actions:
     """The gathers that make a flat buffer whole, from where it rests or from its held range."""
+    key = _GATHERS, from_held
+    due = flat.paths.get(key)
+    if due is None:
+        due = flat.paths[key] = _gathers(flat, from_held=from_held)
+    return due
+
+
+def _gathers(flat: FlatSpec, *, from_held: bool) -> Actions:
     if from_held:
         return _actions_between(flat, "held", flat.table.held, flat.table.full)
     codes = flat.table.rests_as
@@ -263,7 +274,7 @@ def step_parameters(flat: FlatSpec) -> Actions:
             return "outgoing" if is_cast else "updated"
         return "param"
 
-    return tuple(replace(action, subject=subject(action)) for action in acted)
+    return tuple(action._replace(subject=subject(action)) for action in acted)
 
 
 def outer_gradients(flat: FlatSpec) -> Actions:
@@ -393,7 +404,7 @@ def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) 
         return action
     numel = flat.num_elements(tuple(shard))
     if action.copies:
-        return replace(action, sent_bytes=numel * WIDTH[move.dtype])
+        return action._replace(sent_bytes=numel * WIDTH[move.dtype])
     axis = flat.mesh.size(move.over)
     table = flat.table
     if move.verb == "gather":
@@ -402,14 +413,14 @@ def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) 
             wire = Wire(move.dtype)
         sent_bytes = (axis - 1) * wire.num_bytes(numel)
         if isinstance(wire, Codes):
-            return replace(action, sent_bytes=sent_bytes, codes=str(wire))
-        return replace(action, sent_bytes=sent_bytes, dtype=wire.dtype)
+            return action._replace(sent_bytes=sent_bytes, codes=str(wire))
+        return action._replace(sent_bytes=sent_bytes, dtype=wire.dtype)
     wire = table.grad_wire_over(move.over)
     if isinstance(wire, Codes):
         way = SumOfCodes.cheapest(move.verb, wire, table.grad_wire, numel, axis)
-        return replace(action, sent_bytes=way.sent_bytes(numel, axis), codes=str(way))
+        return action._replace(sent_bytes=way.sent_bytes(numel, axis), codes=str(way))
     rounds = 2 if move.verb == "all_reduce" else 1
-    return replace(action, sent_bytes=rounds * (axis - 1) * wire.num_bytes(numel // axis))
+    return action._replace(sent_bytes=rounds * (axis - 1) * wire.num_bytes(numel // axis))
 
 
 def verdict_numel(num_params: int) -> int:

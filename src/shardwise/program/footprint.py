@@ -242,7 +242,7 @@ def _with_outer_steps(step: Program, outer_steps: Sequence[OuterStep]) -> tuple[
     else:
         largest = max(outer_steps, key=lambda one: one.sent_bytes)
         begun, ended = (largest.begin,), [largest.settle, largest.end]
-    return begun, (*blocks, replace(last, actions=(*last.actions, *actions_of(ended))))
+    return begun, (*blocks, last._replace(actions=(*last.actions, *actions_of(ended))))
 
 
 def _on_host(

@@ -197,6 +197,10 @@ class FlatSpec:
 
     def tier_of(self, buffer: Buffer) -> Tier:
         """The tier of `buffer`; for a sum, the tier until it is evicted."""
+        return self._tiers.get(buffer, "device")
+
+    @cached_property
+    def _tiers(self) -> Mapping[str, Tier]:
         table = self.table
         where: dict[str, Tier] = {
             "param": table.param.tier,
@@ -208,7 +212,7 @@ class FlatSpec:
         }
         if table.outer is not None and self.trainable:
             where["anchor"] = table.outer.place.tier
-        return where.get(buffer, "device")
+        return where
 
     @cached_property
     def outer_bytes(self) -> int:
@@ -224,7 +228,15 @@ class FlatSpec:
 
     def num_elements(self, shard: Axes) -> int:
         """Elements of it on one rank when sharded over `shard`."""
-        return self.layout.span(shard, dict.fromkeys(self.layout.order, 0)).numel
+        found = self._known_elements.get(shard)
+        if found is None:
+            span = self.layout.span(shard, dict.fromkeys(self.layout.order, 0))
+            found = self._known_elements[shard] = span.numel
+        return found
+
+    @cached_property
+    def _known_elements(self) -> dict[Axes, int]:
+        return {}
 
     @cached_property
     def resting_bytes(self) -> int:
@@ -281,6 +293,10 @@ class UnitSpec:
     @property
     def trainable(self) -> bool:
         return any(flat.trainable for flat in self.flats)
+
+    @cached_property
+    def flat_names(self) -> frozenset[str]:
+        return frozenset(flat.name for flat in self.flats)
 
     def under(self, table: Table) -> UnitSpec:
         """The unit, with all of its flat buffers under `table`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +12,8 @@ from shardwise.program.action import AFTER_STEP, ALL_FLATS, END_OF_BACKWARD, Act
 from shardwise.program.effects import Buffer
 from shardwise.program.low_rank import FACTORING, MESSAGE_OF_GRADIENTS
 from shardwise.program.spec import UnitSpec
+
+_GATHERING = ("gather", "fetch")
 
 
 def overlap(program: Program, grad_bytes: Mapping[str, int] | None = None) -> Program:
@@ -64,7 +66,7 @@ def pipelined_step(step: Program) -> Program:
             continue
         actions = [action for action in block.actions if action.effect.awaited is None]
         moving = by_flat(action for action in block.actions if action.effect.awaited is not None)
-        begun = [_Chain(deque(steps)) for steps in moving.values()]
+        begun = [_Chain.of(steps) for steps in moving.values()]
         for chain in (*begun, *pending):
             actions += chain.advance()
         pending = [chain for chain in (*pending, *begun) if chain.started is not None]
@@ -93,11 +95,18 @@ def _with_waits(actions: tuple[Action, ...]) -> list[tuple[Action, Action | None
             placed.append((action, None))
             continue
         key = (action.flat, effect.makes)
-        placed.append((action.on(effect.stream), _wait(action, is_last=key not in goes_on)))
+        placed.append((_begun(action), _wait(action, is_last=key not in goes_on)))
         goes_on.add(key)
     return placed[::-1]
 
 
+@lru_cache(maxsize=4096)
+def _begun(action: Action) -> Action:
+    """It, on the stream on which it goes on beside the computation."""
+    return action.on(action.effect.stream)
+
+
+@lru_cache(maxsize=4096)
 def _wait(action: Action, *, is_last: bool) -> Action:
     """The wait for what `action` makes. `is_last`: no further axis follows."""
     awaited = action.effect.awaited
@@ -113,11 +122,11 @@ def _overlap_gathers(program: Program) -> Program:
     blocks = []
     for block in program:
         actions = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
-        if not actions and not any(action.verb in ("gather", "fetch") for action in block.actions):
+        if not actions and not any(action.verb in _GATHERING for action in block.actions):
             blocks.append(block)  # most blocks, of which nothing changes
             continue
         for action in block.actions:
-            if action.verb not in ("gather", "fetch"):
+            if action.verb not in _GATHERING:
                 actions.append(action)
                 continue
             for unit in _possible_units(action.flat):
@@ -126,7 +135,7 @@ def _overlap_gathers(program: Program) -> Program:
                 of_unit[action.flat] = action
             if before is not None:  # `before` gathers the previous axis of the same bundle
                 actions.append(_wait(before, is_last=False))
-            actions.append(action.on(action.effect.stream))
+            actions.append(_begun(action))
         waits = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
         blocks.append(Block(block.moment, _waits_before_gathers_of_others(actions, waits)))
     return tuple(blocks)
@@ -134,9 +143,10 @@ def _overlap_gathers(program: Program) -> Program:
 
 def _arriving(flying: dict[str, dict[str, Action]], moment: Moment) -> list[Action]:
     """The gathers of the unit that computes at `moment`, removed from `flying`."""
-    if moment.edge != "before":
+    of_unit = flying.get(moment.unit) if moment.edge == "before" else None
+    if not of_unit:
         return []
-    gathers = list(flying.get(moment.unit, {}).values())
+    gathers = list(of_unit.values())
     for gather in gathers:
         for unit in _possible_units(gather.flat):
             flying[unit].pop(gather.flat, None)
@@ -163,44 +173,51 @@ class _Chain:
     """The reduction of one flat buffer: the step under way, if there is one, and those to come."""
 
     steps: deque[Action]
+    is_factored: bool = False
+    """Whether it sends factors of gradients."""
     started: Action | None = None
+
+    @classmethod
+    def of(cls, steps: Sequence[Action]) -> _Chain:
+        return cls(deque(steps), any(step.verb in FACTORING for step in steps))
 
     @property
     def sends_codes(self) -> bool:
         """Whether the step under way does."""
         return self.started is not None and bool(self.started.codes)
 
-    @property
-    def is_factored(self) -> bool:
-        """Whether it sends factors of gradients."""
-        return any(step is not None and step.verb in FACTORING for step in (self.started, *self.steps))
-
-    def finish(self) -> Iterator[Action]:
+    def finish(self) -> tuple[Action, ...]:
         """Finish the step under way, if there is one."""
-        if self.started is not None:
-            yield _wait(self.started, is_last=not self.steps)
-            self.started = None
+        if self.started is None:
+            return ()
+        wait, self.started = _wait(self.started, is_last=not self.steps), None
+        return (wait,)
 
-    def start(self) -> Iterator[Action]:
+    def start(self) -> tuple[Action, ...]:
         """Start the next step, if there is one."""
-        if self.steps:
-            step = self.steps.popleft()
-            self.started = step.on(step.effect.stream)
-            yield self.started
+        if not self.steps:
+            return ()
+        self.started = _begun(self.steps.popleft())
+        return (self.started,)
 
-    def advance(self) -> Iterator[Action]:
+    def advance(self) -> tuple[Action, ...]:
         """Finish the step under way, and start the next."""
-        yield from self.finish()
-        yield from self.start()
+        return (*self.finish(), *self.start())
 
 
 def _advanced(chains: Iterable[_Chain]) -> list[Action]:
     """One step of each. Those that send factors take it together, so that these are one message."""
-    chains = tuple(chains)
-    factored = [chain for chain in chains if chain.is_factored]
-    taken = [action for chain in chains if chain not in factored for action in chain.advance()]
-    taken += [action for chain in factored for action in chain.finish()]
-    return taken + [action for chain in factored for action in chain.start()]
+    factored, taken = list[_Chain](), list[Action]()
+    for chain in chains:
+        if chain.is_factored:
+            factored.append(chain)
+        else:
+            taken += chain.advance()
+    for chain in factored:
+        taken += chain.finish()
+    for chain in factored:
+        taken += chain.start()
+    return taken
 
 
 def _overlap_reductions(program: Program, grad_bytes: Mapping[str, int]) -> Program:
@@ -216,7 +233,7 @@ def _overlap_reductions(program: Program, grad_bytes: Mapping[str, int]) -> Prog
     blocks = []
     for block in program:
         chains = _chains(block.actions)
-        if not chains and not pending and not gathering:  # most blocks, of which nothing changes
+        if not chains and not _goes_on(block.moment, pending):  # most blocks, of which nothing changes
             blocks.append(block)
             continue
         actions = [action for action in block.actions if action.subject != "grad"]
@@ -241,22 +258,33 @@ def _overlap_reductions(program: Program, grad_bytes: Mapping[str, int]) -> Prog
         actions += _advanced(pending[flat] for flat in going_on if flat in late)
         pending = {flat: chain for flat, chain in (pending | chains).items() if chain.started is not None}
         gathering |= {flat: chain for flat, chain in chains.items() if chain.is_factored}
-        if sum(grad_bytes.get(flat, MESSAGE_OF_GRADIENTS) for flat in gathering) >= MESSAGE_OF_GRADIENTS:
+        if gathering and sum(grad_bytes.get(flat, MESSAGE_OF_GRADIENTS) for flat in gathering) >= MESSAGE_OF_GRADIENTS:
             gathering = {}
         blocks.append(Block(block.moment, tuple(actions)))
     return tuple(blocks)
 
 
+def _goes_on(moment: Moment, pending: Mapping[str, _Chain]) -> bool:
+    """Whether any of the reductions under way is to be advanced at a moment at which none starts."""
+    if not pending:
+        return False
+    if moment.edge != "before":
+        return moment == END_OF_BACKWARD or not moment.leaves_gradients
+    return moment.leaves_gradients and any(moment.unit in _possible_units(flat) for flat in pending)
+
+
 def _beside_codes(pending: Mapping[str, _Chain]) -> set[str]:
     """The flat buffers that are being reduced as codes, and the others of their units, whose messages come later."""
     coded = {unit for flat, chain in pending.items() if chain.sends_codes for unit in _possible_units(flat)}
+    if not coded:
+        return set()
     return {flat for flat in pending if not coded.isdisjoint(_possible_units(flat))}
 
 
 def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:
     if not any(action.subject == "grad" for action in actions):
         return {}
-    return {flat: _Chain(deque(steps)) for flat, steps in by_flat(a for a in actions if a.subject == "grad").items()}
+    return {flat: _Chain.of(steps) for flat, steps in by_flat(a for a in actions if a.subject == "grad").items()}
 
 
 def _drained(chains: Sequence[_Chain]) -> list[Action]:

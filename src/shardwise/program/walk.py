@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.errors import ProgramError
 from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes, Tier
@@ -18,8 +18,7 @@ from shardwise.program.sign_exchange import SignExchange
 from shardwise.program.spec import FlatSpec, UnitSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """The content of one buffer: its bytes, and the dtype of gradients."""
 
     num_bytes: int
@@ -106,13 +105,11 @@ class Walk:
         moment = self._moment = block.moment
         if mark is not None:
             self._gap = 0  # how much of the heap is used at that peak is not known
-            if not self._coming or not mark.peaks:
+            if self._coming:
+                self._come(mark)
+            else:
                 self._awaited = ()
                 self._update_peak(mark.peak_bytes)
-            for one in mark.peaks if self._coming else ():
-                self._awaited = one.awaited
-                self._update_peak(one.num_bytes)
-            self._coming -= self._have_come  # the last of them was there, as made and as it stays, until here
             self._have_come.clear()
             self._awaited = mark.awaited
             self._activations = mark.live_bytes - (mark.come_bytes if self._coming else 0)
@@ -123,13 +120,23 @@ class Walk:
         if moment.edge == "before" and moment.unit and moment.leaves_gradients:
             for flat in self._by_unit[moment.unit]:
                 self._leave_gradients(flat)
-        elif moment.unit and moment.leaves_gradients:
+        elif self._coming and moment.unit and moment.leaves_gradients:
             self._have_come.update(flat.name for flat in self._by_unit[moment.unit])
         if moment == AFTER_STEP:
             for name, buffer in list(self._live):
                 if buffer in (*_SENT, *_WAITING, "own"):
                     self._drop(name, buffer)
             self._taken.clear()
+
+    def _come(self, mark: Mark) -> None:
+        """Update the peak with those while gradients came, up to `mark`."""
+        if not mark.peaks:
+            self._awaited = ()
+            self._update_peak(mark.peak_bytes)
+        for one in mark.peaks:
+            self._awaited = one.awaited
+            self._update_peak(one.num_bytes)
+        self._coming -= self._have_come  # the last of them was there, as made and as it stays, until here
 
     def _leave_gradients(self, flat: FlatSpec) -> None:
         """Account for gradients as a backward leaves them: to be sent, or as they rest if nothing is."""
@@ -309,8 +316,11 @@ class Walk:
     def _update_peak(self, activations: int) -> None:
         """Update the peak with what is live now and `activations` bytes."""
         awaited = self._awaited_bytes() if self._coming and self._awaited else 0
-        held = self._num_live - awaited + max(0, self._kept_bytes - self._num_sent) + activations
-        self.peak_with_gaps = max(self.peak_with_gaps, held + self._gap)
+        held = self._num_live - awaited + activations
+        if self._kept_bytes > self._num_sent:
+            held += self._kept_bytes - self._num_sent
+        if held + self._gap > self.peak_with_gaps:
+            self.peak_with_gaps = held + self._gap
         if held > self.peak:
             self.peak, self.peak_activations, self.peak_at = held, activations, self._moment
             self.peak_grad = self._num_waiting - awaited

@@ -21,8 +21,6 @@ from shardwise.system.own_hooks import hook_around
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
-    UncompiledMode,
-    asks_device,
     dispatch_modes,
     may_write,
     num_calls,
@@ -79,11 +77,11 @@ class Reach(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return self._watched(func, args, kwargs or {})
+        self.look(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
-    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if asks_device(func, args):
-            return args[0].device
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """At an operation that is about to run."""
         if self._hear_collective is not None and "c10d" in func.namespace and not self._is_paused:
             self._hear_collective()
         for unit in () if self._is_paused else self._missing((args, kwargs)):
@@ -91,7 +89,6 @@ class Reach(TorchDispatchMode):
                 self._gather(unit)
         if not self._is_paused and may_write(func._schema):
             self._require_unchanged(func, args, kwargs)
-        return func(*args, **kwargs)
 
     def _require_unchanged(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if `func` writes to a parameter. This sees even writes to `param.data`."""
@@ -116,20 +113,6 @@ class Writes(Reach):
 
     def _missing(self, values: object) -> list[Unit]:  # noqa: ARG002
         return []
-
-
-class RehearsedReach(Reach, UncompiledMode):
-    """The same for a rehearsal, which nothing compiles. What a class inherits stays as torch has wrapped it in the one
-    that defines it, so this has its own."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return self._watched(func, args, kwargs or {})
 
 
 class Callers:

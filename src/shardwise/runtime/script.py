@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import replace
 from itertools import takewhile
 
 from shardwise.comm import Journal
@@ -173,7 +172,7 @@ class Script:
         seen."""
         stops = [start for _, start in self._ops[1:]] + [len(self.trace)]
         return {
-            (op.kind, op.stage): tuple(replace(one, micro_batch=None) for one in in_order(self.trace[start:stop]))
+            (op.kind, op.stage): tuple(one._replace(micro_batch=None) for one in in_order(self.trace[start:stop]))
             for (op, start), stop in zip(self._ops, stops, strict=True)
         }
 

@@ -4,7 +4,8 @@
 constants, values that are propagated, custom operators. It takes 0.2 ms for an operator that it has in its cache, and a
 millisecond for one that it has not, because the cache is asked with all sizes, which are others in each rehearsal. Of
 operators that only compute shapes or make a view, and whose tensors are all on one device, it would call the meta
-kernel and give the result that device: here this is done at once. Many meta kernels are decompositions in Python, which
+kernel and give the result that device: here this is done at once. Integers with values may be among the operands behind
+the first one: labels, token ids, places. Many meta kernels are decompositions in Python, which
 take ten times as long as to make the result where its layout is known: of elementwise ones and sums it is that of
 contiguous operands, or of the first one. All others, and arguments of another kind, are left to torch.
 `tests/pure/test_fake_mode.py` compares the two.
@@ -21,6 +22,7 @@ from shardwise.system.torch_private import FakeTensor, FakeTensorMode, as_on_met
 
 aten = torch.ops.aten
 _META = torch.device("meta")
+_MASKS = (torch.bool, torch.uint8)
 _VIEWS = (
     aten.alias.default,
     aten.as_strided.default,
@@ -56,30 +58,55 @@ _OF_ONE = frozenset(
     }
 )
 _OF_TWO = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor})
+_INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
 _COMPUTING = (
+    *_INDEXING,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
     aten.add_.Tensor,
     aten.addmm.default,
     aten.baddbmm.default,
     aten.bmm.default,
     aten.cat.default,
     aten.clone.default,
+    aten.cumsum.default,
+    aten.div_.Tensor,
+    aten.embedding.default,
+    aten.embedding_dense_backward.default,
+    aten.empty_like.default,
+    aten.eq.Scalar,
+    aten.floor_divide.default,
+    aten.gather.default,
     aten.gelu_backward.default,
+    aten.histc.default,
+    aten.masked_fill.Scalar,
     aten.mean.dim,
     aten.mm.default,
     aten.mul_.Tensor,
+    aten.ne.Scalar,
     aten.new_empty.default,
     aten.new_zeros.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss_forward.default,
+    aten.ones_like.default,
+    aten.scatter.src,
+    aten.scatter.value,
     aten.silu_backward.default,
     aten.slice_backward.default,
+    aten.sort.default,
     aten.sum.default,
     aten.sum.dim_IntList,
+    aten.topk.default,
+    aten.zeros_like.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._to_copy.default,
     aten.zero_.default,
     aten.fill_.Scalar,
 )
-_MAKING = frozenset({aten.empty.memory_format, aten.empty_strided.default})
+_MAKING = frozenset({aten.arange.default, aten.arange.start_step, aten.empty.memory_format, aten.empty_strided.default})
 DIRECT = frozenset((*_VIEWS, *_OF_ONE, *_OF_TWO, *_COMPUTING, *_MAKING))
 """Operators that are called at once."""
 
@@ -114,28 +141,30 @@ class FakeMode(FakeTensorMode):
         if made is None:
             there = {name: value for name, value in (kwargs or {}).items() if name != "device"}
             with as_on_meta(self):
-                made = func(*args, **there)
+                made = func(*map(_without_values, args), **there)
         return self._on(device, made)
 
     def _device_of(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.device | None:
-        """That of all tensors, if they are fake ones of this mode, on one device, and of the result."""
+        """That of all tensors, if they are on one device, and of the result. The first one is fake; others may have
+        values."""
         asked: torch.device | None = kwargs.get("device")
         if func in _MAKING:
             return asked if asked is not None and asked.type == "cpu" else None
-        found = self._common_device(args)
+        if func in _INDEXING and any(one is not None and one.dtype in _MASKS for one in args[1]):
+            return None  # how many it selects is not known
+        found = self._common_device(args, None)
         return found if asked in (None, found) else None
 
-    def _common_device(self, values: Iterable[Any]) -> torch.device | None:
-        found: torch.device | None = None
+    def _common_device(self, values: Iterable[Any], found: torch.device | None) -> torch.device | None:
         for one in values:
             if type(one) is FakeTensor:
                 device = one.fake_device if one.fake_mode is self and one.constant is None else None
             elif isinstance(one, torch.Tensor):
-                return None
-            elif type(one) in (list, tuple) and one and isinstance(one[0], torch.Tensor):
-                device = self._common_device(one)
+                device = one.device if found is not None and type(one) is torch.Tensor else None
+            elif type(one) in (list, tuple) and any(isinstance(other, torch.Tensor) for other in one):
+                device = self._common_device(one, found)
             else:
                 continue
             if device is None or (found is not None and device != found):
@@ -153,6 +182,15 @@ class FakeMode(FakeTensorMode):
             self._attributes[device] = dict(vars(first))
             return first
         return fake_tensor(made, device, self._attributes[device])
+
+
+def _without_values(given: Any) -> Any:
+    """An operand that has values, or several, as the meta kernel takes it."""
+    if type(given) is torch.Tensor:
+        return aten.empty_strided.default(given.shape, given.stride(), dtype=given.dtype, device=_META)
+    if type(given) is list and any(type(one) is torch.Tensor for one in given):
+        return [_without_values(one) for one in given]
+    return given
 
 
 def _known(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

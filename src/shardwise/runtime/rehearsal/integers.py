@@ -49,6 +49,23 @@ _SUMMARIES = frozenset({*(_aten.all.default, _aten.all.dim), *(_aten.any.default
 _BOTH = frozenset({_aten.mul.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default})
 _EITHER = frozenset({_aten.bitwise_or.Tensor, _aten.logical_or.default})
 _OPPOSITE = frozenset({_aten.bitwise_not.default, _aten.logical_not.default})
+NO_LARGER = frozenset(
+    {
+        *(_aten.alias.default, _aten.clone.default, _aten.cumsum.default, _aten.detach.default, _aten.neg.default),
+        *(_aten.select.int, _aten.slice.Tensor, _aten.squeeze.dim, _aten.unsqueeze.default, _aten.view.default),
+        *(
+            _aten.add.Tensor,
+            _aten.sub.Tensor,
+            _aten.mul.Tensor,
+            _aten.eq.Scalar,
+            _aten.ne.Scalar,
+            _aten._to_copy.default,
+        ),
+        *_SUMMARIES,
+        *_OPPOSITE,
+    }
+)
+"""Operations whose result has at most as many elements as their operand, if that is one tensor."""
 _SPECIAL = frozenset({_aten.masked_select.default}).union(
     _INDEXING, _NOT_FINITE, _EQUAL, _UNEQUAL, _SUMMARIES, _BOTH, _EITHER, _OPPOSITE
 )
@@ -90,6 +107,8 @@ class Integers(UncompiledMode):
         given = list(_tensors((args, kwargs)))
         if is_drawn or not all(map(self._has_values, given)):
             return func(*args, **(kwargs or {}))
+        if len(given) == 1 and func in NO_LARGER and given[0].numel() <= FEW_NUMEL:
+            return self._run(func, args, kwargs or {})
         try:
             foreseen = func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -97,8 +116,12 @@ class Integers(UncompiledMode):
         most_floats = SMALL_FLOAT_NUMEL if any(map(_is_inexact, given)) else FEW_NUMEL if given else -1
         if not all(_is_small(one, most_floats) for one in _tensors(foreseen)):
             return foreseen
+        return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """With values."""
         with unset_fake_temporarily():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         self._note(_tensors(result))
         return result
 

@@ -26,11 +26,18 @@ DEVICE_BLOCK_BYTES = 512
 c10/cuda/CUDACachingAllocator.h; XPU's is the same)."""
 
 
+Before = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
+"""Is told of an operation that is about to run: operator and arguments."""
+Heard = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
+"""Is told of one that has run, with its result."""
+
+
 class LivingBytes(UncompiledMode):
     """Inside `with`, counts storages that are allocated by operations of this thread and of its backwards.
 
     Storages of the `apart` tensors, such as parameters, are not counted. Temporary memory inside a kernel is counted
-    where it is known: see `kernel_memory.py`.
+    where it is known: see `kernel_memory.py`. Who else follows a rehearsal is told of each operation by this mode,
+    because every mode takes a twentieth of a rehearsal's time.
     """
 
     def __init__(self, apart: Iterable[torch.Tensor], *, on_cpu: bool = True) -> None:
@@ -48,6 +55,8 @@ class LivingBytes(UncompiledMode):
         self._given: dict[int, int] = {}
         """Bytes of living storages that were handed over: they count elsewhere."""
         self.given_bytes = self._peak_kept_bytes = 0
+        self.before: Before | None = None
+        self.heard: Heard | None = None
 
     def count(self, values: object) -> None:
         """Count the storages of all tensors in nested tuples, lists and dicts that are not counted yet."""
@@ -111,9 +120,21 @@ class LivingBytes(UncompiledMode):
     ) -> Any:
         if asks_device(func, args):
             return args[0].device
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # then it computes with what it wraps, and that is counted
-        result = func(*args, **(kwargs or {}))
+        is_wrapper, kwargs = any(map(is_traceable_wrapper_subclass_type, types)), kwargs or {}
+        if self.before is not None:
+            self.before(func, args, kwargs)
+        if is_wrapper:
+            with _Inside(self):
+                result = func(*args, **kwargs)
+        else:
+            result = self.counted(func, args, kwargs)
+        if self.heard is not None:
+            self.heard(func, args, kwargs, result)
+        return result
+
+    def counted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation of plain tensors, and count what it makes."""
+        result = func(*args, **kwargs)
         if type(result) is FakeTensor and result.layout is torch.strided:  # most are
             self._count(result.untyped_storage())
         else:
@@ -123,3 +144,22 @@ class LivingBytes(UncompiledMode):
 
     def _in_heap(self, num_bytes: int) -> int:
         return heap_bytes(num_bytes) if self._on_cpu else 0
+
+
+class _Inside(UncompiledMode):
+    """Counts what a tensor computes with those that it wraps."""
+
+    def __init__(self, living: LivingBytes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._living = living
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # then it computes with what it wraps, and that is counted
+        return self._living.counted(func, args, kwargs or {})

@@ -31,14 +31,14 @@ from shardwise.runtime.activations import (
     TreatedSites,
     Treatments,
 )
-from shardwise.runtime.foreign_reads import Callers, RehearsedReach
+from shardwise.runtime.foreign_reads import Callers, Reach
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.rehearsal.fake_mode import FakeMode
 from shardwise.runtime.rehearsal.grouped import GroupedProducts
 from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.kernel_memory import OfAccelerators
-from shardwise.runtime.rehearsal.live_bytes import LivingBytes
+from shardwise.runtime.rehearsal.live_bytes import Heard, LivingBytes
 from shardwise.runtime.rehearsal.refusal import WITHOUT_BATCH, refusal
 from shardwise.runtime.rehearsal.twin import Twin, TwinFlat, TwinGradients
 from shardwise.runtime.split_backward import Halves
@@ -62,8 +62,9 @@ class Watch(Protocol):
 
     ledger: Ledger
 
-    def during(self, resting: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        """The context of a new pass. `resting` are the tensors that are no activations, such as parameters."""
+    def during(self, resting: Sequence[torch.Tensor]) -> AbstractContextManager[Heard | None]:
+        """The context of a new pass; what it returns is told of each operation. `resting` are the tensors that are no
+        activations, such as parameters."""
         ...
 
     def note_moment(self, moment: Moment) -> None: ...
@@ -403,7 +404,7 @@ class _Listener:
         self._peaks.clear()
         self._reached.clear()
         watching = nullcontext() if self._watch is None else self._watch.during(self._resting)
-        with LivingBytes(self._resting, on_cpu=self._on_cpu) as self._living, watching:
+        with LivingBytes(self._resting, on_cpu=self._on_cpu) as self._living, watching as self._living.heard:
             self._living.count(batch)
             work(partial(_cast, batch, compute), self._living)
         self._forget_callers()
@@ -419,13 +420,12 @@ class _Listener:
             return
         self._forget_callers()
         self._callers = Callers(self._twin.model)
-        self._reach = RehearsedReach(self._twin.units, self._reach_for)
-        self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        self._living.before = Reach(self._twin.units, self._reach_for).look
 
     def leave_root(self, *, raised: bool) -> None:  # noqa: ARG002  # marks are not used then
         self._depth -= 1
         if not self._depth:
-            self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            self._living.before = None
 
     def before_forward(self, unit: Unit) -> None:
         _become(unit, FullState.READY)
