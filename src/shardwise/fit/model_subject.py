@@ -318,8 +318,10 @@ class ModelSubject:
 
             few = min(1.0, more)  # larger micro-batches take at least as long
 
+            from_heap = worked.moment.phase != "forward"  # which takes less time, and may be so
+
             def seconds_of(operations: Operations) -> tuple[float, float]:
-                computing, by_axis = seconds_alone(operations, hardware, ranks.__getitem__)
+                computing, by_axis = seconds_alone(operations, hardware, ranks.__getitem__, from_heap=from_heap)
                 return few * share * computing, few * sum(by_axis.values())
 
             later = seconds_of(worked.weights)[0] if splits else 0.0
