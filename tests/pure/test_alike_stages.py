@@ -186,7 +186,7 @@ def test_what_a_first_half_keeps_does_not_depend_on_what_is_computed_again(monke
     """Inputs and output gradients of linear layers. What a backward computes again is there once, and where the forward
     has freed an input, another one must not be taken for it."""
     kept = asides(on_meta(Decoder), "keep", monkeypatch)
-    assert min(kept) > 0
+    assert kept[0] == 0 < min(kept[1:]), "the first rank's backwards are whole"
     assert kept[1] == kept[2] == kept[3]
     for policy in ("selective", "recompute"):
         assert asides(on_meta(Decoder), policy, monkeypatch) == kept, policy

@@ -320,6 +320,36 @@ def test_how_often_gradients_are_written_to_new_pages(
     assert seconds[1] - seconds[0] == pytest.approx(100.0 * new)
 
 
+NEW_BLOCKS = ((2**19, 0.0), (2**20, 100.0))
+ALLOCATING = (Operation("memory", kernels=0, allocated_bytes=(2**20,)),)
+"""A block that takes 100 s in new pages, and no time in others."""
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "has_budget", "new"),
+    [
+        ("zero2", 2, False, 3),  # of forwards alone
+        ("zero2", 2, True, 6),
+        ("ddp", 1, False, 6),  # gradients stay where they are made, and would stay in the heap
+    ],
+)
+def test_blocks_of_a_backward_have_pages_of_the_heap(preset: str, num_ranks: int, has_budget: bool, new: int) -> None:
+    """Of three micro-batches, on processors: see [Note: blocks of a backward] in `system/heap.py`."""
+    mesh = Mesh.of({"dp": num_ranks}, num_ranks)
+    abc = units("a", mesh, preset)
+    on = PROCESSOR.model_copy(update={"fresh_blocks": NEW_BLOCKS})
+    seconds = [
+        time_ranks(
+            [RankProgram(plan_step(abc, straight_trace(abc)), {"a": work}, has_budget=has_budget)],
+            on,
+            mesh,
+            num_micro_batches=3,
+        ).step_seconds
+        for work in (UnitWork(), UnitWork(ALLOCATING, ALLOCATING))
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(100.0 * new)
+
+
 def test_gradients_in_new_pages_take_longer_than_in_a_kept_buffer() -> None:
     slow = TOY.model_copy(update={"fresh_blocks": ((2**20, 1.0),)})
     for keeps in (True, False):
@@ -356,21 +386,31 @@ def test_micro_batches_that_repeat_are_not_simulated_and_take_as_long() -> None:
 # -- pipelines --------------------------------------------------------------------------------------------
 
 
-def pipeline(name: str, num_ranks: int, num_micro_batches: int, chunks: int = 1, message: float = 0) -> Timeline:
+def pipeline(
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    chunks: int = 1,
+    message: float = 0,
+    *,
+    each: UnitWork | None = None,
+    dp: int = 1,
+    on: Hardware = TOY,
+) -> Timeline:
     """A unit for each stage; a forward takes 1 s, a backward 2, of which 1 is for gradients of parameters."""
     schedule = schedule_for(name, num_ranks, num_micro_batches, chunks)
-    mesh = Mesh.of({"pp": num_ranks, "dp": 1}, num_ranks)
+    mesh = Mesh.of({"pp": num_ranks, "dp": dp}, num_ranks * dp)
     programs = []
     for pp_rank, row in enumerate(schedule.rows):
         stages = sorted({op.stage for op in row})
         own = units("".join(chr(97 + stage) for stage in stages), mesh, "ddp")
         of_stage = {stage: (unit,) for stage, unit in zip(stages, own, strict=True)}
         step = plan_step(own, schedule_trace(row, straight_passes(row, of_stage)))
-        work = {unit.name: computing(1, 1, weights=1) for unit in own}
+        work = {unit.name: each or computing(1, 1, weights=1) for unit in own}
         of_units = {unit.name: (stage,) for stage, (unit,) in of_stage.items()}
         sent = dict.fromkeys(range(schedule.num_stages), message)
-        programs.append(RankProgram(step, work, pp_rank, row, sent, of_units))
-    return time_ranks(programs, TOY, mesh, num_micro_batches=num_micro_batches)
+        programs.append(RankProgram(step, work, pp_rank * dp, row, sent, of_units))
+    return time_ranks(programs, on, mesh, num_micro_batches=num_micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +429,18 @@ def test_a_pipeline_takes_as_long_as_its_schedule(
         for op, begin, end in spans:
             event = ops[f"{op.kind}{op.micro_batch}@{op.stage}"]
             assert [event.begin, event.end] == pytest.approx([begin, end], abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "new"), [("gpipe", (6 + 2, 6 + 2)), ("1f1b", (6 + 1, 6 + 0))])
+def test_backwards_that_follow_a_forward_have_pages_of_the_heap(name: str, new: tuple[int, int]) -> None:
+    """Of three micro-batches, each of which allocates two blocks in its forward, and one in its backward."""
+    on = PROCESSOR.model_copy(update={"fresh_blocks": NEW_BLOCKS})
+    every = [
+        pipeline(name, 2, 3, each=work, dp=2, on=on).ranks
+        for work in (UnitWork(), UnitWork(2 * ALLOCATING, ALLOCATING))
+    ]
+    allocating = [after.busy["compute"] - before.busy["compute"] for before, after in zip(*every, strict=True)]
+    assert allocating == pytest.approx([100.0 * num for num in new])
 
 
 def test_messages_take_time_between_stages() -> None:

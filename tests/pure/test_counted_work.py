@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise.cli.main import main
 from shardwise.fit.clock import time_ranks
 from shardwise.fit.counted_work import CountedOperations
 from shardwise.fit.foreseen import count_step, rank_units
-from shardwise.fit.hardware import hardware
+from shardwise.fit.hardware import ROUTED_LAUNCHES, hardware
 from shardwise.fit.operations import Worked, flops_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -171,6 +173,36 @@ def test_each_micro_batch_of_a_schedule_is_timed_with_all_its_work(schedule: str
     timeline = time_ranks(programs, hardware("cpu").with_ranks(4), mesh, num_micro_batches=4)
     computed = sum(rank.flops for rank in timeline.ranks)
     assert computed == 4 * sum(flops_of(one.operations) for rank in counted_ranks for one in rank.worked)
+
+
+class Calls(TorchFunctionMode):
+    num = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_calls_that_go_through_python_have_a_price(policy: Literal["keep", "recompute"]) -> None:
+    """With split sequences each of the model's is routed, and again where it is computed again."""
+    plan = Plan(preset="zero1", mesh={"dp": 1, "sp": 2}, activations={"policy": policy})
+    worked = counted(plan)
+    model = Model()
+    with Calls() as calls:
+        model(batch())
+    num_calls = dict.fromkeys(("forward", "backward"), 0)
+    for one in worked.values():
+        num_calls[one.moment.phase] += sum(operation.routed_calls for operation in one.operations)
+    assert num_calls["forward"] >= calls.num, "hooks ask tensors, too"
+    assert (num_calls["backward"] > 0) == (policy == "recompute")
+    operations = [one for one in worked["after forward blocks.1"].operations if not one.communicates]
+    on, without = hardware("cpu"), [replace(one, routed_calls=0) for one in operations]
+    in_block = sum(one.routed_calls for one in operations)
+    added = on.computing_seconds(operations) - on.computing_seconds(without)
+    assert added == pytest.approx(in_block * ROUTED_LAUNCHES * on.launch_seconds)
+    alone = counted(Plan(preset="zero1"))
+    assert not any(operation.routed_calls for one in alone.values() for operation in one.operations)
 
 
 def test_counting_sees_real_tensors_too() -> None:

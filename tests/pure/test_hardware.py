@@ -187,6 +187,19 @@ def test_new_pages_cost_what_was_measured_and_in_proportion_beyond() -> None:
     assert H100.small_pages_seconds(2**30) == 0
 
 
+def test_blocks_from_the_heap_cost_what_small_ones_do() -> None:
+    """Those of 8 MiB and more come from the system, in a backward, too."""
+    blocks = ((2**18, 1e-6), (15 * 2**16, 2e-6), (2**20, 1e-3), (2**23, 3e-3))
+    cpu = hardware("cpu").model_copy(update={"fresh_blocks": blocks})
+    new = {2**18: 1e-6, 2**20: 1e-3, 2**23 - 2**20: 1e-3 + 6 / 7 * 2e-3, 2**23: 3e-3}
+    kept = {2**18: 1e-6, 2**20: 2e-6, 2**23 - 2**20: 2e-6, 2**23: 3e-3}
+    for from_heap, seconds in ((False, new), (True, kept)):
+        assert {size: cpu.block_seconds(size, from_heap=from_heap) for size in seconds} == pytest.approx(seconds)
+    allocating = Operation("memory", allocated_bytes=(2**20, 2**23))
+    assert cpu.computing_seconds([allocating], from_heap=True) == pytest.approx(cpu.launch_seconds + 3e-3 + 2e-6)
+    assert H100.block_seconds(2**20, from_heap=True) == 0
+
+
 def test_ranks_share_a_processor() -> None:
     cpu = hardware("cpu")
     four = cpu.with_ranks(4)

@@ -436,6 +436,8 @@ def test_the_step_of_a_model_is_predicted(tmp_path: Path, capsys: pytest.Capture
         (["--slow-hosts", "3"], "write events for each host and hour"),
         (["--least", "100"], "--least is 100, but there are 8 ranks."),
         (["--slow-hosts", "1:0.5:1"], "--slow-hosts is '1:0.5:1'; write events"),
+        (["--slow-hosts", "1:inf:1"], "all of them finite"),
+        (["--slow-hosts", "1:2:inf"], "all of them finite"),
         (["--step-seconds", "1e9"], "none would end. Give more --days."),
         (["--runs", "0"], "--runs is 0"),
         (["--world", "1000000000"], "--world is 1000000000; give at most 2000000"),

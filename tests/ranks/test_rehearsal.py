@@ -36,6 +36,7 @@ from shardwise.runtime.rehearsal.grouped import (
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import process_bytes_for
 from shardwise.system.own_hooks import hook
+from shardwise.system.torch_private import storage_id
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import LENGTH, Transformer
@@ -582,3 +583,16 @@ def test_the_fp32_sums_of_attentions_backward_are_counted(
         assert living.live_bytes == sum(result.nbytes for result in results) == q.nbytes + k.nbytes + v.nbytes
         assert living.take_peak() == living.live_bytes + expected
         assert living.take_peak() == living.live_bytes
+
+
+def test_what_is_put_aside_counts_when_it_is_gone() -> None:
+    with LivingBytes(()) as living:
+        kept, freed = torch.ones(10), torch.ones(20)
+        for one in (kept, kept[1:]):
+            living.put_aside(storage_id(one.untyped_storage()))
+        del one
+        assert (living.live_bytes, living.aside_bytes) == (120, 40)
+        del kept, freed
+        assert (living.live_bytes, living.aside_bytes) == (40, 40)
+        torch.ones(30)
+        assert (living.live_bytes, living.aside_bytes) == (40, 40)

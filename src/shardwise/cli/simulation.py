@@ -289,10 +289,10 @@ def _slow(text: str | None) -> SlowHosts:
         rate, factor, hours = map(float, text.split(":"))
     except ValueError:
         rate = factor = hours = math.nan
-    if not (rate >= 0 and factor >= 1 and hours > 0):
+    if not (0 <= rate < math.inf and 1 <= factor < math.inf and 0 < hours < math.inf):
         raise ConfigError(
             f"--slow-hosts is {text!r}; write events for each host and hour, from 0 on, a factor, from 1 on, and "
-            f"hours, such as 0.0001:1.3:2."
+            f"hours, all of them finite, such as 0.0001:1.3:2."
         )
     return SlowHosts(rate, factor, hours)
 

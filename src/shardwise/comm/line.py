@@ -225,6 +225,11 @@ class Line:
         work = self._start(lambda by: by.all_to_all(incoming, outgoing, self.group, SUBJECT))
         return Passing(work, sent, arrived)
 
+    def note_call(self, what: str) -> None:
+        """Count a call in which nothing is sent, in rehearsals."""
+        if self._ledger is not None:
+            self._ledger.called(what, self.axis)
+
     def _note(self, verb: str, chunk_bytes: int) -> None:
         """Count a message of so many bytes to each other rank, in rehearsals."""
         if self._collectives is None and self._ledger is not None:

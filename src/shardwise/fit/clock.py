@@ -30,7 +30,7 @@ from shardwise.fit.hardware import Hardware
 from shardwise.fit.operations import COPYING, Operation, Work, Worked, flops_of, work_of_blocks
 from shardwise.fit.prices import Cost, Prices
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
-from shardwise.program import Action, Block, Moment, Program, StepProgram
+from shardwise.program import Action, Block, Moment, Program, StepProgram, stay_as_made
 from shardwise.program.effects import Effect
 from shardwise.program.places import SPANS
 from shardwise.program.schedule import Op
@@ -169,6 +169,15 @@ class RankProgram:
     stages_of_units: Mapping[str, Sequence[int]] = field(default_factory=dict)
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The pipeline ranks that have the parameters of a unit, where several have: an embedding tied to the head."""
+    has_budget: bool = False
+    """Whether the plan has one of device memory. Then a backward takes no large blocks from the heap of a process."""
+
+    @property
+    def backwards_use_heap(self) -> bool:
+        """Whether on processors they take large blocks from there, if a forward is what came before: see [Note: blocks
+        of a backward] in `system/heap.py`."""
+        flats = (flat for unit in self.step.units for flat in unit.flats)
+        return not self.has_budget and any(flat.trainable and not stay_as_made(flat) for flat in flats)
 
 
 def time_ranks(
@@ -423,8 +432,11 @@ class _Rank:
         """Copies of activations that have not been waited for."""
         self._keeps_events = keeps_events
         self._work = work_of_blocks(program.step.micro_batch, program.work)
-        self._timed: dict[int, _Timed] = {}
-        """By the identity of what is in `_work`, which lives as long as this."""
+        self._uses_heap = hardware.is_processor and program.backwards_use_heap
+        self._is_behind_forward = True
+        """Whether the backward that runs, or the next one, follows a forward at once."""
+        self._timed: dict[tuple[int, bool], _Timed] = {}
+        """By the identity of what is in `_work`, which lives as long as this, and whether blocks come from the heap."""
         self.alone: dict[object, _Alone] = {}
         """By the identity of operations, which all ranks that are timed together, and have this in common, keep alive:
         equal blocks have the same."""
@@ -499,6 +511,7 @@ class _Rank:
                 self._walk(block, worked)
                 if block.actions:
                     yield from self._act(block)
+            self._is_behind_forward = op.kind == "F"
             if self._keeps_events:
                 self._note(STAGES, f"{op.kind}{op.micro_batch}@{op.stage}", begun)
             place = end
@@ -581,9 +594,11 @@ class _Rank:
 
     def _walk(self, block: Block, worked: Worked) -> None:
         """What is computed before a moment of a pass."""
-        timed = self._timed.get(id(worked))
+        from_heap = self._uses_heap and self._is_behind_forward and block.moment.phase != "forward"
+        key = id(worked), from_heap
+        timed = self._timed.get(key)
         if timed is None:
-            timed = self._timed[id(worked)] = self._time(worked, block.moment)
+            timed = self._timed[key] = self._time(worked, block.moment, from_heap=from_heap)
         moment = str(block.moment) if self._keeps_events else ""
         if timed.parts and self._fetched:
             self._await_all(self._fetched, moment)
@@ -618,14 +633,14 @@ class _Rank:
             self._await(flight, f"wait {flight.text}", moment)
         flights.clear()
 
-    def _time(self, worked: Worked, moment: Moment) -> _Timed:
+    def _time(self, worked: Worked, moment: Moment, *, from_heap: bool) -> _Timed:
         prices = self._prices
         axes = sorted({one.axis for one in worked.operations if one.communicates})
         spread = [self.hardware.spread_of(prices.ranks_along(axis)) for axis in axes]
-        key = id(worked.operations), id(worked.recomputed), *axes, *spread
+        key = id(worked.operations), id(worked.recomputed), from_heap, *axes, *spread
         alone = self.alone.get(key)
         if alone is None:
-            alone = self.alone[key] = self._time_alone(worked)
+            alone = self.alone[key] = self._time_alone(worked, from_heap=from_heap)
         seconds = alone.seconds
         if moment.edge == "after" and moment.unit and moment.leaves_gradients:
             seconds += prices.gradients_left(self._by_unit[moment.unit].flats)
@@ -637,11 +652,11 @@ class _Rank:
         ]
         return _Timed(tuple(parts), alone.flops, alone.least, alone.recomputed, alone.evicted, alone.fetched)
 
-    def _time_alone(self, worked: Worked) -> _Alone:
+    def _time_alone(self, worked: Worked, *, from_heap: bool) -> _Alone:
         hardware, prices = self.hardware, self._prices
-        seconds, by_axis = seconds_alone(worked.operations, hardware, prices.ranks_along)
+        seconds, by_axis = seconds_alone(worked.operations, hardware, prices.ranks_along, from_heap=from_heap)
         again = hardware.computing_seconds(
-            [one for one in worked.recomputed if not one.communicates and not one.copies]
+            [one for one in worked.recomputed if not one.communicates and not one.copies], from_heap=from_heap
         )
         useful = [one for one in worked.operations if one.flops and not one.communicates and not one.copies]
         least = sum(one.flops / hardware.peak(one.dtype) for one in useful)
@@ -785,10 +800,15 @@ class _Rank:
 
 
 def seconds_alone(
-    operations: Sequence[Operation], hardware: Hardware, ranks_along: Callable[[str], Sequence[int]]
+    operations: Sequence[Operation],
+    hardware: Hardware,
+    ranks_along: Callable[[str], Sequence[int]],
+    *,
+    from_heap: bool = False,
 ) -> tuple[float, dict[str, float]]:
     """What `operations` take with nothing beside them: seconds that they compute, and by axis those in which the
-    computing stream waits for their messages. `ranks_along` says which ranks communicate along an axis."""
+    computing stream waits for their messages. `ranks_along` says which ranks communicate along an axis, `from_heap`
+    whence blocks of memory come (`Hardware.block_seconds`)."""
     computing = [one for one in operations if not one.communicates and not one.copies]
     by_axis: defaultdict[str, float] = defaultdict(float)
     beside: defaultdict[str, float] = defaultdict(float)
@@ -797,7 +817,7 @@ def seconds_alone(
             sums, ranks = beside if one.overlaps else by_axis, ranks_along(one.axis)
             sums[one.axis] += one.kernels * hardware.collective_seconds(one.kind, one.num_bytes, ranks)
     launched = sum(one.kernels for one in operations if one.communicates)
-    seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
+    seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched, from_heap=from_heap)
     for axis, moved in beside.items():
         hidden = min(seconds, moved)
         seconds += hidden * (hardware.contention - 1)

@@ -66,6 +66,8 @@ class CountedOperations(UncompiledMode):
         self.operations: list[Operation] = []
         self.recomputed: list[Operation] = []
         self.weights: list[Operation] = []
+        self.num_routed = 0
+        """Since `take`."""
         self._factors: dict[int, tuple[StorageWeakRef, int]] = {}
         """Storages from which `weights` are computed, and their bytes. The weak reference prevents that another one
         gets the same identity."""
@@ -111,6 +113,9 @@ class CountedOperations(UncompiledMode):
         """What was counted since the last call: all, computed again, and for gradients of parameters, and the bytes of
         what these are computed from."""
         factors_bytes = sum(num_bytes for _, num_bytes in self._factors.values())
+        if self.num_routed:
+            self.add(Operation("memory", kernels=0, routed_calls=self.num_routed))
+            self.num_routed = 0
         found = tuple(self.operations), tuple(self.recomputed), tuple(self.weights), factors_bytes
         self.operations.clear()
         self.recomputed.clear()
@@ -125,7 +130,7 @@ class CountedWork:
 
     def __init__(self, num_ranks: Mapping[str, int] | None) -> None:
         self.worked: list[Worked] = []
-        self.ledger: Ledger = _CountingLedger(self._note_message)
+        self.ledger: Ledger = _CountingLedger(self._note_message, self._note_call)
         self._counting: CountedOperations | None = None
         self._num_ranks = dict(num_ranks or {})
         self._known: dict[_Taken, _Taken] = {}
@@ -159,6 +164,10 @@ class CountedWork:
             kind: Copying = "evict" if verb == "evict" else "fetch"
             self._counting.add(Operation(kind, num_bytes=num_bytes, axis=tier, kernels=0))
 
+    def _note_call(self) -> None:
+        if self._counting is not None and not self._counting.is_paused:
+            self._counting.num_routed += 1
+
     def _note_message(self, verb: str, axis: str, sent_bytes: int) -> None:
         num_ranks = self._num_ranks.get(axis, 1)
         if self._counting is None or num_ranks < 2:
@@ -172,9 +181,13 @@ class CountedWork:
 class _CountingLedger(Ledger):
     """A ledger that passes on what it is told."""
 
-    def __init__(self, told: Callable[[str, str, int], None]) -> None:
+    def __init__(self, told: Callable[[str, str, int], None], told_of_call: Callable[[], None]) -> None:
         super().__init__()
-        self._told = told
+        self._told, self._told_of_call = told, told_of_call
+
+    def called(self, verb: str, axis: str) -> None:
+        super().called(verb, axis)
+        self._told_of_call()
 
     def sent(self, verb: str, axis: str, num_bytes: int) -> None:
         super().sent(verb, axis, num_bytes)

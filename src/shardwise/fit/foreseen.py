@@ -136,7 +136,8 @@ class RankUnits:
         if step is None:
             step = self._steps[key] = plan_step(self.units, trace, prefetch_bytes=prefetch_bytes, checks=checks)
         sent, stages = counted.message_bytes, self.stages_of_units
-        return RankProgram(step, counted.worked, self.rank, self.row, sent, stages, self.holders)
+        has_budget = plan.budget.device is not None
+        return RankProgram(step, counted.worked, self.rank, self.row, sent, stages, self.holders, has_budget)
 
 
 def rank_units(

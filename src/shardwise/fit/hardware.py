@@ -30,9 +30,13 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.fit.operations import Operation
 from shardwise.plan.files.sources import read_source
 from shardwise.plan.validation_messages import as_config_error
+from shardwise.system.heap import HEAP_BLOCK_BYTES, LARGE_BLOCK_BYTES
 from shardwise.system.units import parse_bytes
 
 PROFILES = "profiles"
+ROUTED_LAUNCHES = 0.35
+"""What a call of a function takes, in launches, that goes through Python besides: 0.28 in models of transformers, and
+0.40 in one's own, where it is looked at, too."""
 SUFFIX = ".yaml"
 
 
@@ -251,10 +255,20 @@ class Hardware(_Section):
         a byte has in `fresh_blocks`."""
         return num_bytes * max((seconds / size for size, seconds in self.fresh_blocks), default=0.0)
 
-    def operation_seconds(self, operation: Operation) -> float:
+    def block_seconds(self, num_bytes: float, *, from_heap: bool = False) -> float:
+        """What a block of memory costs to allocate and to return. `from_heap`: in a backward that takes all but the
+        largest from the heap, where they have pages that others had before them ([Note: blocks of a backward] in
+        `system/heap.py`)."""
+        new = fresh_seconds(self.fresh_blocks, num_bytes)
+        if not from_heap or num_bytes >= LARGE_BLOCK_BYTES:
+            return new
+        kept = [seconds for size, seconds in self.fresh_blocks if size < HEAP_BLOCK_BYTES]
+        return min(new, max(kept, default=0.0))
+
+    def operation_seconds(self, operation: Operation, *, from_heap: bool = False) -> float:
         """An operation that computes: the longer of its arithmetic and its memory, and what its results cost to
-        allocate, without its launch."""
-        allocating = sum(fresh_seconds(self.fresh_blocks, num_bytes) for num_bytes in operation.allocated_bytes)
+        allocate, without its launch. `from_heap`: see `block_seconds`."""
+        allocating = sum(self.block_seconds(num_bytes, from_heap=from_heap) for num_bytes in operation.allocated_bytes)
         moving = self.memory_seconds(operation.num_bytes, operation.dtype if operation.kind == "memory" else "-")
         match operation.kind:
             case "product":
@@ -277,16 +291,22 @@ class Hardware(_Section):
         return max(moving, computing) + allocating
 
     def computing_seconds(
-        self, operations: Sequence[Operation], waiting_seconds: float = 0.0, num_launched: int = 0
+        self,
+        operations: Sequence[Operation],
+        waiting_seconds: float = 0.0,
+        num_launched: int = 0,
+        *,
+        from_heap: bool = False,
     ) -> float:
         """Operations one after the other, with their launches: beside them where the host runs ahead, else between
         them.
 
         `waiting_seconds`: how long the device communicates between them, in `num_launched` kernels, which the host
-        uses to run ahead too.
+        uses to run ahead too. `from_heap`: see `block_seconds`.
         """
-        seconds = sum(map(self.operation_seconds, operations))
-        launches = self.launch_seconds * (num_launched + sum(one.kernels for one in operations))
+        seconds = sum(self.operation_seconds(one, from_heap=from_heap) for one in operations)
+        started = num_launched + sum(one.kernels + ROUTED_LAUNCHES * one.routed_calls for one in operations)
+        launches = self.launch_seconds * started
         if not self.runs_ahead:
             return seconds + launches
         device = seconds + waiting_seconds

@@ -320,8 +320,10 @@ class ModelSubject:
 
             few = min(1.0, more)  # larger micro-batches take at least as long
 
+            from_heap = worked.moment.phase != "forward"  # which takes less time, and may be so
+
             def seconds_of(operations: Operations) -> tuple[float, float]:
-                computing, by_axis = seconds_alone(operations, hardware, ranks.__getitem__)
+                computing, by_axis = seconds_alone(operations, hardware, ranks.__getitem__, from_heap=from_heap)
                 return few * share * computing, few * sum(by_axis.values())
 
             later = seconds_of(worked.weights)[0] if splits else 0.0
@@ -889,11 +891,16 @@ def _of_stages(
             in_forward, in_backward, left, _ = _beside_whole(given, sent)
             held = forward[-1].live_bytes + left
             marks = [_above(mark, in_forward if mark.moment.phase == "forward" else in_backward) for mark in marks]
+            factors = {
+                one.moment: one.factors_bytes for one, at in zip(whole.worked, stage_of, strict=True) if at == stage
+            }
+            if any(op.kind == "I" for op in rank.row):
+                marks = list(_with_aside(marks, factors))
             messages += in_transit(len(ranks), num_micro_batches, given, sent)
             heap = max(mark.heap_bytes for mark in marks)
             ended = Mark(END_OF_BACKWARD, 0, 0)
             own = replace(whole.activations, marks=(*marks, ended), peak_heap_bytes=heap)
-            aside = sum(one.factors_bytes for one, at in zip(whole.worked, stage_of, strict=True) if at == stage)
+            aside = sum(factors.values())
             stages[stage] = StageBytes(own, held, aside)
         names = set().union(*names_of.values())
         held_by_rank = over_schedule(rank.row, stages, names, messages)
@@ -917,6 +924,16 @@ def _beside_whole(given: int, sent: int) -> tuple[int, int, int, int]:
     and what stands for it until a module of this stage takes it, which checkpoints keep; and until its backward has
     ended what it has handed over."""
     return 2 * given, 2 * given + sent, 2 * given, 0
+
+
+def _with_aside(marks: Sequence[Mark], factors: Mapping[Moment, int]) -> Iterator[Mark]:
+    """With what the first half of a backward keeps: the bytes from which gradients of parameters are computed, by the
+    moment by which they are there. (Some of them are freed before the peak of their moment.)"""
+    aside = 0
+    for mark in marks:
+        before, after = _above(mark, aside), _above(mark, aside + factors.get(mark.moment, 0))
+        yield replace(after, peak_bytes=max(before.peak_bytes, after.live_bytes), peaks=before.peaks)
+        aside += factors.get(mark.moment, 0)
 
 
 def _above(mark: Mark, num_bytes: int) -> Mark:

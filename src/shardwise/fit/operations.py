@@ -33,7 +33,8 @@ class Operation:
     `flops` counts a multiplication and an addition as two. `num_bytes` of what computes are those read and written, and
     `allocated_bytes` the sizes of the blocks of memory that it allocates for its results. Of attention, `is_backward`,
     and `is_causal`: half of the pairs that `flops` counts are left out. `overlaps`: of a message that is sent beside
-    what is computed before the same moment.
+    what is computed before the same moment. `routed_calls`: how often a function is called through Python beside
+    operators, as all of a model are whose sequences are split.
     """
 
     kind: OperationKind
@@ -47,6 +48,7 @@ class Operation:
     is_backward: bool = False
     is_causal: bool = False
     overlaps: bool = False
+    routed_calls: int = 0
 
     @property
     def communicates(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ class StageRecord:
     after_forward: int
     """Held until the backward."""
     aside: int
-    """Kept by the first half of a backward for the second."""
+    """Kept by the first half of a backward for the second. `activations` are those of a first half then, until the end
+    of which it is there."""
     halved: frozenset[str]
     """The units some of whose gradients come in the second half."""
     messages: int
@@ -223,7 +225,8 @@ class StageRehearsal:
         def prepare(twin: Twin) -> Work:
             staged: StagedModel = twin.copied(self.staged)
             staged.attach()
-            held.watch(staged, stage)
+            if self._has_halves:
+                held.watch(WeightGrads(staged.modules_of(stage)).layers)
 
             def work(take: Take, living: LivingBytes) -> None:
                 with self.around(staged.model):
@@ -253,7 +256,7 @@ class StageRehearsal:
         living: LivingBytes,
     ) -> None:
         """Of a copied stage, as a pipeline runs them."""
-        held.begin()
+        held.begin(living)
         args, kwargs = take()
         before = living.live_bytes
         given = None if arrived is None else empty(arrived, self.device)
@@ -274,19 +277,20 @@ class StageRehearsal:
         if with_grads:
             with staged.running(stage, given, is_backward=True):
                 torch.autograd.backward(with_grads, [torch.empty_like(one) for one in with_grads])
+        held.aside = living.aside_bytes
 
     def record(self, stage: int) -> StageRecord:
         """What was found of a stage that was rehearsed."""
-        row = self.schedule.rows[self.staged.pp_rank]
-        linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
-        halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
+        later = WeightGrads(self.staged.own_modules()).params if self._has_halves else set()
         own, found = self.staged.params_of(stage), self._found[stage]
+        halved = [unit for unit in self.units if any(param in own and param in later for param in unit.params)]
+        others = {param for unit in halved for param in unit.params if param in own and param not in later}
         return StageRecord(
             self._counted[stage],
             self._worked.get(stage, ()),
             found.after_forward,
-            self._aside(stage, halved, linear),
-            frozenset(unit.name for unit in halved if any(param in own for param in unit.params)),
+            found.aside + sum(param.nbytes for param in others if param.requires_grad),  # which wait for those
+            frozenset(unit.name for unit in halved),
             found.messages,
             0 if found.handed_over is None else found.handed_over.message_bytes,
             found.sent_back,
@@ -306,12 +310,10 @@ class StageRehearsal:
         num_calls = min(2, layout.schedule.num_micro_batches)  # from the second on there are gradients meanwhile
         return schedule_of_calls(layout.num_ranks, layout.num_stages, num_calls)
 
-    def _aside(self, stage: int, halved: Sequence[Unit], linear: set[nn.Parameter]) -> int:
-        """Bytes that a first half of a backward keeps: inputs and output gradients of linear layers, and the gradients
-        of other parameters in their units."""
-        own = self.staged.params_of(stage)
-        others = (param for unit in halved for param in unit.params if param in own and param not in linear)
-        return self._found[stage].aside + sum(param.nbytes for param in others if param.requires_grad)
+    @property
+    def _has_halves(self) -> bool:
+        """Whether the backwards of this rank are in two."""
+        return any(op.kind == "I" for op in self.schedule.rows[self.staged.pp_rank])
 
 
 def _is_forward(worked: Worked) -> bool:
@@ -332,43 +334,49 @@ class _Held:
     carried: Carried | None = None
     """Results that stages read; `None` to find out which this one wants."""
     wanted: set[str] = field(default_factory=set)
-    _linear: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    """Inputs of linear layers, by address. The weak reference prevents that another one gets it: what a backward
-    computes again is freed in the forward."""
-    _num_gradients: int = 0
-    _counted: set[int] = field(default_factory=set)
-    """The linear layers that a forward has called, by identity."""
+    aside: int = 0
+    """Kept by a first half of the backward: inputs of linear layers, and the gradients of their outputs."""
+    _living: LivingBytes | None = None
+    _inputs: dict[int, list[tuple[int, StorageWeakRef]]] = field(default_factory=dict)
+    """The storages of those of linear layers, by the layer's identity. What a backward computes again is freed in the
+    forward, so that no reference keeps them."""
 
-    @property
-    def aside(self) -> int:
-        """Bytes that the first half of a backward keeps: inputs of linear layers, and the gradients of their
-        outputs."""
-        return sum(num_bytes for _, num_bytes in self._linear.values()) + self._num_gradients
+    def watch(self, layers: Sequence[nn.Linear]) -> None:
+        """Put aside what those of `layers` are given when the gradients of their outputs come, and these: see [Note:
+        two halves] in `parallel/pipeline/weight_grads.py`. What a backward computes again is put aside at once, because
+        the gradient of a block's last layer comes before that, and it ends there: such a layer returns nothing."""
 
-    def watch(self, staged: StagedModel, stage: int) -> None:
-        """Count inputs of the linear layers of `stage` whose weights are trained, each tensor once, and their outputs;
-        of what a backward computes again only what no forward has counted (reentrant checkpoints compute without
-        gradients there)."""
+        def is_deferred(layer: nn.Module) -> bool:
+            return torch.is_grad_enabled() and bool(layer.weight.requires_grad)
 
-        def count(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            is_deferred = torch.is_grad_enabled() and layer.weight.requires_grad
-            if not (is_deferred and args) or (in_backward() and id(layer) in self._counted):
-                return
-            if not in_backward():
-                self._counted.add(id(layer))
-            storage = args[0].untyped_storage()
-            self._linear[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
-            self._num_gradients += output.nbytes
+        def note_input(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and is_deferred(layer):
+                given = args[0].untyped_storage()
+                self._inputs.setdefault(id(layer), []).append((storage_id(given), StorageWeakRef(given)))
+                if in_backward():
+                    self._keep(storage_id(given))
 
-        for module in staged.modules_of(stage):
-            for one in module.modules():
-                if type(one) is nn.Linear:
-                    one.register_forward_hook(hook(count))
+        def await_gradient(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if args and is_deferred(layer) and output.requires_grad:
+                output.register_hook(partial(self._put_aside, id(layer)))
 
-    def begin(self) -> None:
-        self._linear.clear()
-        self._counted.clear()
-        self._num_gradients = 0
+        for layer in layers:
+            layer.register_forward_pre_hook(hook(note_input))
+            layer.register_forward_hook(hook(await_gradient))
+
+    def _put_aside(self, layer: int, grad: Tensor) -> None:
+        self._keep(storage_id(grad.untyped_storage()))
+        for key, given in self._inputs[layer]:
+            if not given.expired():
+                self._keep(key)
+
+    def _keep(self, key: int) -> None:
+        assert self._living is not None
+        self._living.put_aside(key)
+
+    def begin(self, living: LivingBytes) -> None:
+        self._living = living
+        self._inputs.clear()
 
 
 def _message_bytes(schedule: Schedule, given: StageMessageLayout | None, sent: StageMessageLayout | None) -> int:

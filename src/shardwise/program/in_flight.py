@@ -39,7 +39,7 @@ class StageBytes:
     """What a rehearsal has measured of one micro-batch in one stage."""
 
     activations: Activations
-    """Of its forward, directly followed by its backward."""
+    """Of its forward, directly followed by its backward, or by the first half of it."""
     held: int
     """Bytes that the forward leaves for the backward."""
     aside: int = 0
@@ -97,34 +97,17 @@ def over_schedule(
 
 
 def _marks_of(op: Op, found: StageBytes, halved: Container[str]) -> Iterator[Mark]:
-    """The marks of one op alone. A first half keeps equally much of each of its units, beside what the whole backward
-    holds; a second half allocates what that allocates for weight gradients."""
+    """The marks of one op alone. A second half allocates what the whole backward allocates beyond what is left."""
     marks, aside = found.activations.marks, found.aside
-    num_halved = sum(_ends_half(mark, halved) for mark in marks) if op.kind == "I" else 0
-    num_ended = 0
     for last, mark in zip((None, *marks), marks, strict=False):
-        in_forward = mark.moment.phase == "forward"
-        if in_forward != (op.kind == "F"):
+        edge, phase, unit = mark.moment.edge, mark.moment.phase, mark.moment.unit
+        if (phase == "forward") != (op.kind == "F"):
             continue
-        is_halved = mark.moment.unit in halved
-        if op.kind == "I":
-            before = aside * num_ended // num_halved if num_halved else 0
-            num_ended += _ends_half(mark, halved)
-            kept = aside * num_ended // num_halved if num_halved else 0
-            peak, live = max(mark.peak_bytes + before, mark.live_bytes + kept), mark.live_bytes + kept
-            if is_halved:
-                yield Mark(Moment(mark.moment.edge, "backward_input", mark.moment.unit), peak, live, mark.heap_bytes)
-            else:
-                peaks = mark.peaks_with(kept)
-                yield Mark(mark.moment, peak, live, mark.heap_bytes, peaks, mark.awaited, mark.come_bytes)
+        if op.kind == "I" and unit in halved:
+            yield Mark(Moment(edge, "backward_input", unit), mark.peak_bytes, mark.live_bytes, mark.heap_bytes)
         elif op.kind != "W":
             yield mark
-        elif is_halved or not mark.moment.unit:
+        elif unit in halved or not unit:
             made = mark.peak_bytes - max(mark.live_bytes, last.live_bytes if last is not None else 0)
-            phase: Phase = "backward_weights" if is_halved else "backward"
-            yield Mark(Moment(mark.moment.edge, phase, mark.moment.unit), aside + max(0, made), aside)
-
-
-def _ends_half(mark: Mark, halved: Container[str]) -> bool:
-    moment = mark.moment
-    return moment.unit in halved and moment.edge == "after" and moment.phase != "forward"
+            half: Phase = "backward_weights" if unit in halved else "backward"
+            yield Mark(Moment(edge, half, unit), aside + max(0, made), aside)

@@ -42,7 +42,8 @@ class RehearsedStep:
         names = {unit.name: unit.flats[0].slots[0].name for unit in units if unit.trained_grads}
         holders = {} if staged is None else {unit: staged.holders[name] for unit, name in names.items()}
         shared = {unit: places for unit, places in holders.items() if len(places) > 1}
-        return RankProgram(step, self.worked, sharded.world.rank, holders=shared)
+        has_budget = sharded.parts.sharding.budget.device is not None
+        return RankProgram(step, self.worked, sharded.world.rank, holders=shared, has_budget=has_budget)
 
 
 def rehearse_step(

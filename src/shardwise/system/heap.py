@@ -28,7 +28,7 @@ too, is done where a budget says that memory is short.
 [Note: blocks of a backward] Most blocks that a backward takes are freed again before it ends: gradients, of activations
 and of parameters, which are copied to where they are summed. Under the launcher's settings each of 1 MB or more came
 from the system, page by page: of 78,000 page faults in a step of a GPT of 34 M parameters (`ddp`, fp32, two ranks of a
-virtual Xeon) 50,900. So in a backward blocks below `_LARGE_BLOCK_BYTES` come from the heap, one after the other in the
+virtual Xeon) 50,900. So in a backward blocks below `LARGE_BLOCK_BYTES` come from the heap, one after the other in the
 same place (3,700), and behind it the heap's end goes back to where it was, at once; what is free below stays. Peaks are
 as before (731 MiB, 729; `zero3` 414, 410), because nothing of this is there in a forward, and what outlives a backward,
 sums of gradients, has pages of its own.
@@ -55,7 +55,7 @@ from typing import Protocol
 HEAP_BLOCK_BYTES = 1_000_000
 MOST_KEPT_BYTES = 32 << 20
 """The size up to which glibc raises its threshold by itself, as blocks are freed."""
-_LARGE_BLOCK_BYTES = 8 << 20
+LARGE_BLOCK_BYTES = 8 << 20
 """From which on a backward takes blocks from the system, too."""
 KEPT_END_BYTES = 2**30
 """Of the end of the heap, free bytes that stay with the process."""
@@ -144,7 +144,7 @@ class BackwardHeap:
     def begin(self) -> None:
         """A forward has ended."""
         self._end, self._takes_large = self._heap.end, True
-        self._heap.map_from(_LARGE_BLOCK_BYTES)
+        self._heap.map_from(LARGE_BLOCK_BYTES)
 
     def end(self) -> None:
         """Its backward is over, or will not come. Call it again later: the last blocks are freed behind the end."""

@@ -32,20 +32,20 @@ class WeightGrads:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         inner = dict.fromkeys(one for module in modules for one in module.modules())
-        self._layers = [one for one in inner if type(one) is nn.Linear and "forward" not in one.__dict__]
+        self.layers = [one for one in inner if type(one) is nn.Linear and _is_plain(one)]
         self._aside: list[Aside] | None = None
 
     @property
     def params(self) -> set[nn.Parameter]:
         """The parameters whose gradients are deferred."""
-        return {param for layer in self._layers if layer.weight.requires_grad for param in layer.parameters()}
+        return {param for layer in self.layers if layer.weight.requires_grad for param in layer.parameters()}
 
     def attach(self) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.__dict__["forward"] = _Forward(self, layer)
 
     def release(self) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.__dict__.pop("forward", None)
 
     @contextmanager
@@ -73,6 +73,11 @@ def backward_of_weights(aside: Sequence[Aside]) -> None:
     torch.autograd.backward([make(one, one.layer.weight, one.layer.bias) for one in aside])
 
 
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether nobody but us has replaced its forward."""
+    return isinstance(layer.__dict__.get("forward"), _Forward | None)
+
+
 class _Forward:
     """Replaces the forward of one linear layer."""
 
@@ -92,7 +97,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of: _Forward) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.of = of
-        return nn.functional.linear(x, weight, bias).detach()  # a view of rows may not be changed in place
+        of_bias = None if bias is None else bias.detach()
+        with torch.enable_grad():  # of nothing here, but where gradients are disabled no result is kept (`_is_kept`)
+            made = nn.functional.linear(x.detach(), weight.detach(), of_bias)
+        return made.detach()  # a view of rows may not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

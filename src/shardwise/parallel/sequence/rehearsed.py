@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +20,12 @@ from shardwise.parallel.sequence.routing import Routing
 from shardwise.parallel.sequence.token_layout import Layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.runtime.activations.recompute import Recomputing
 from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
+ROUTED = "routed"
+"""What a ledger is told of a call of a function."""
 
 
 class RehearsedAttention(Attention):
@@ -33,6 +37,14 @@ class RehearsedAttention(Attention):
     def _sample_of(self, query: Tensor, key: Tensor, *, recomputed: bool) -> Sample:  # noqa: ARG002  # each is the same
         num_ranks = self.line.num_ranks
         return Sample(Layout(query.shape[-2] * num_ranks, num_ranks, is_zigzag=self.is_ring))
+
+
+class RehearsedRouting(Routing):
+    """Tells a ledger of each call that training routes. It looks at none: training does, or the forward before has."""
+
+    def __torch_function__(self, *args: Any, **kwargs: Any) -> Any:
+        self._attention.line.note_call(ROUTED)
+        return super().__torch_function__(*args, **kwargs)
 
 
 def rehearsed_by(
@@ -50,18 +62,28 @@ def rehearsed_by(
 def rehearsed(twin: nn.Module, line: Line, *, is_ring: bool) -> Iterator[None]:
     """A context in which attention of a copy `twin` is that of split sequences, also when recomputed in a backward."""
     attention = RehearsedAttention(line, is_ring=is_ring)
-    outermost: list[nn.Module] = []
+    outermost: list[object] = []
     inside = ExitStack()
 
     def enter(module: nn.Module, _: object) -> None:
         if not outermost:
             outermost.append(module)
-            inside.enter_context(Routing(attention, None))
+            inside.enter_context(RehearsedRouting(attention, None))
 
     def leave(module: nn.Module, _: object, __: object) -> None:
         if outermost and outermost[0] is module:
             outermost.clear()
             inside.close()
+
+    @contextmanager
+    def recomputing() -> Iterator[None]:
+        """A module is computed again, without its hooks."""
+        outermost.append(recomputing)
+        try:
+            with RehearsedRouting(attention, None):
+                yield
+        finally:
+            outermost.clear()
 
     with ExitStack() as hooks:
         hooks.callback(inside.close)
@@ -69,4 +91,7 @@ def rehearsed(twin: nn.Module, line: Line, *, is_ring: bool) -> Iterator[None]:
         for module in twin.modules():
             hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, Recomputing):
+                forward.around = recomputing
         yield

@@ -50,7 +50,7 @@ class Recomputing(WrappedForward):
     ) -> None:
         """`around` makes the context of a recomputation, in which the module's hooks do not run."""
         super().__init__(forward)
-        self._unit, self._keep, self._around = unit, keep, around
+        self._unit, self._keep, self.around = unit, keep, around
         self._norms = [module for module in site.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +85,9 @@ class Recomputing(WrappedForward):
     def _contexts(self, results: _Results) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of the forward, and of each recomputation."""
         if not self._keep:
-            return nullcontext(), _Recomputation(self._norms, [self._around])
+            return nullcontext(), _Recomputation(self._norms, [self.around])
         replaying = partial(_Replaying, self._keep, results, self._unit)
-        return _Keeping(self._keep, results), _Recomputation(self._norms, [self._around, replaying])
+        return _Keeping(self._keep, results), _Recomputation(self._norms, [self.around, replaying])
 
 
 class _Recomputation:

@@ -54,6 +54,8 @@ class LivingBytes(UncompiledMode):
         """Those in blocks that glibc takes from the heap, on a CPU, and the most of them."""
         self._given: dict[int, int] = {}
         """Bytes of living storages that were handed over: they count elsewhere."""
+        self._put_aside: set[int] = set()
+        self._gone_aside_bytes = 0
         self.given_bytes = self._peak_kept_bytes = 0
         self.before: Before | None = None
         self.heard: Heard | None = None
@@ -75,6 +77,16 @@ class LivingBytes(UncompiledMode):
             self.given_bytes += self._bytes[key]
             self._peak_kept_bytes -= self._bytes[key]
         return peak
+
+    def put_aside(self, key: int) -> None:
+        """Count the living storage with this identity even when it is gone, as if somebody kept it."""
+        if key in self._bytes:
+            self._put_aside.add(key)
+
+    @property
+    def aside_bytes(self) -> int:
+        """Those of all storages that were put aside."""
+        return self._gone_aside_bytes + sum(self._bytes[key] for key in self._put_aside)
 
     def take_kept_peak(self) -> int:
         """The peak, since the last call, of live bytes that were not handed over."""
@@ -102,6 +114,10 @@ class LivingBytes(UncompiledMode):
     def _is_gone(self, key: int, _: object) -> None:
         del self._refs[key]
         num_bytes = self._bytes.pop(key)
+        if key in self._put_aside:
+            self._put_aside.remove(key)
+            self._gone_aside_bytes += num_bytes
+            return
         self.live_bytes -= num_bytes
         self.heap_bytes -= self._in_heap(num_bytes)
         self.given_bytes -= self._given.pop(key, 0)
