@@ -5,6 +5,7 @@ the hooks that train it.
 """
 
 from shardwise.runtime.rehearsal.integers import is_small_integers
+from shardwise.runtime.rehearsal.numbers_used import NumbersUsed
 from shardwise.runtime.rehearsal.rebound import note_empty, rebind
 from shardwise.runtime.rehearsal.rehearse import (
     Around,
@@ -21,6 +22,7 @@ from shardwise.runtime.rehearsal.twin import Twin
 __all__ = [
     "Around",
     "Loss",
+    "NumbersUsed",
     "RehearsedForwards",
     "Twin",
     "Watch",
