@@ -81,8 +81,34 @@ def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
     work_on_ranks(2, work, {"preset": "zero1", "mesh": {"pp": 2}}, Unfound, None)
 
 
+class Pulled(torch.autograd.Function):
+    """A tensor as it is, of which the backward pulls the mean of squares towards zero, as router losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad + 0.1 * x / x.numel()
+
+
+class Centred(torch.autograd.Function):
+    """A tensor as it is, of which the backward takes the mean over samples out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - 0.5 * grad.mean(0, keepdim=True)
+
+
 class Mixing(nn.Module):
-    """A block that mixes the samples of its batch, or keeps what it has seen of earlier ones."""
+    """A block that mixes the samples of its batch, counts them, or keeps what it has seen of earlier ones."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -102,6 +128,16 @@ class Mixing(nn.Module):
             return x + F.batch_norm(x.mT, None, None, training=True).mT
         if self.how == "spread":
             return x * (1 + x.std(dim=0).mean())
+        if self.how == "divided":
+            x = x * (1 + 0.5 / len(x))
+        if self.how == "divided by a tensor":
+            x = x / (1 + 1 / torch.tensor(float(x.shape[0])))
+        if self.how == "backward by number":
+            x = Pulled.apply(x)
+        if self.how == "backward by mean":
+            x = Centred.apply(x)
+        if self.how == "hook" and x.requires_grad:
+            x.register_hook(lambda grad: grad * (1 + 1 / len(grad)))
         if self.how == "written":
             self.seen.mul_(0.5).add_(x.detach().mean((0, 1)))
         if self.how == "assigned":
@@ -111,9 +147,11 @@ class Mixing(nn.Module):
         return (x - self.seen) / max(self.num_calls, 1)
 
 
-@pytest.mark.parametrize(
-    "how", ["mean", "negatives", "batch norm", "spread", "written", "assigned", "counted", "nothing"]
-)
+OF_SAMPLES = ("mean", "negatives", "batch norm", "spread", "written", "assigned", "counted", "nothing")
+BY_NUMBER = ("divided", "divided by a tensor", "backward by number", "backward by mean", "hook")
+
+
+@pytest.mark.parametrize("how", [*OF_SAMPLES, *BY_NUMBER])
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:
     if is_chain:

@@ -386,6 +386,10 @@ OF_ALL_FEATURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     ),
     "a sum over a foreign weight": (lambda module, y: y * (1 + module.up.weight.square().sum()), FOREIGN),
     "rows of a foreign weight": (lambda module, y: y * module.up.weight[:3].amax(), FOREIGN),
+    "their number": (
+        lambda _, y: y / y.shape[-1] ** 0.5,
+        r"blocks.0 computes \w+ with 8.485.*, and with 6.0 on the part of the features",
+    ),
     "a number for each": (
         lambda module, y: y * module.gain,
         r"The forward of blocks.0 fails on the part of the features",
@@ -499,8 +503,9 @@ def test_a_right_forward_is_accepted_in_pipeline_stages(sequence: bool) -> None:
     [
         lambda _, y: y[..., ::2].repeat_interleave(2, -1) + y.unsqueeze(1).mean(1),
         lambda _, y: y * y.softmax(1),  # over tokens
+        lambda _, y: 2 * y / y.shape[1] ** 0.5,
     ],
-    ids=["interleaved", "tokens"],
+    ids=["interleaved", "tokens", "number of tokens"],
 )
 def test_code_that_is_right_for_a_part_is_accepted(compute: Callable[[Any, Tensor], Tensor]) -> None:
     expected, _ = alone(partial(wide, compute))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -226,6 +227,38 @@ def test_tokens_that_are_mixed_outside_of_attention_are_told(how: str) -> None:
     def work(engine: sw.Engine) -> None:
         told = pytest.raises(ModelError, match="mixes its tokens, of which each rank of a split sequence has a part")
         with told if how in MIXED else nullcontext():
+            engine(engine.split_sequence(torch.ones(2, 8, 8)))
+
+    on_two(work, lambda: Attends(compute))
+
+
+NUMBERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "the logarithm of the length": lambda x: x * math.log(x.shape[1] + 1),
+    "its root": lambda x: x / x.shape[1] ** 0.5,
+    "a number of elements, in a tensor": lambda x: x / torch.tensor(float(x.numel())),
+}
+FLATTENED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean of samples and tokens": lambda x: x - x.flatten(0, 1).mean(0),
+    "an order of them": lambda x: x + x.flatten(0, 1).norm(dim=-1).argsort().view(x.shape[:2])[..., None],
+}
+UNNUMBERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean by hand": lambda x: x + x.square().sum() / x.numel(),
+    "the root of features": lambda x: x / x.shape[2] ** 0.5,
+    "each of samples and tokens": lambda x: x.flatten(0, 1).softmax(-1).view_as(x),
+}
+
+
+@pytest.mark.parametrize("how", [*NUMBERED, *FLATTENED, *UNNUMBERED])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_computes_with_the_number_of_its_tokens_is_told(how: str, training: bool) -> None:
+    def compute(x: Tensor) -> Tensor:
+        changed = {**NUMBERED, **FLATTENED, **UNNUMBERED}[how](x.transpose(1, 2).flatten(2))
+        return sdpa(x, x, changed.unflatten(-1, (2, 4)).transpose(1, 2), is_causal=True)
+
+    def work(engine: sw.Engine) -> None:
+        engine.module.train(training)
+        said = "with a number that depends on how many tokens there are|along samples and tokens together"
+        with nullcontext() if how in UNNUMBERED else pytest.raises(ModelError, match=said):
             engine(engine.split_sequence(torch.ones(2, 8, 8)))
 
     on_two(work, lambda: Attends(compute))

@@ -280,19 +280,19 @@ def test_verify_accepts_a_correct_split_and_changes_nothing(plan: dict[str, Any]
     verified(Transformer, {**TENSOR, "sequence": True}, **plan)
 
 
-class ByWidth(nn.Module):
+class ByPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x / x.shape[-1]
+        return x * torch.linspace(1, 2, x.shape[-1], device=x.device)
 
 
 class MixingBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.by_width, self.down = nn.Linear(8, 16), ByWidth(), nn.Linear(16, 8)
+        self.up, self.by_place, self.down = nn.Linear(8, 16), ByPlace(), nn.Linear(16, 8)
         self.norm, self.embed = nn.LayerNorm(8), nn.Embedding(40, 8)
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.norm(self.down(self.by_width(self.up(self.embed(batch))))).square().mean() * 3
+        return self.norm(self.down(self.by_place(self.up(self.embed(batch))))).square().mean() * 3
 
 
 def test_verify_names_the_first_module_that_differs() -> None:

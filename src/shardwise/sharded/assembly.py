@@ -407,6 +407,9 @@ class _Assembly:
             pipeline.views = sharding.views.in_stages(
                 self._model, sharding.units, sharding.device, sharding.table.compute, line
             )
+        if sharding.split is not None and sharding.split.weights is not None:
+            sharding.split.weights.is_in_stages = True
+            pipeline.watched_weights = sharding.split.weights.watched
         pipeline.attach()
         units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
         runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)

@@ -63,6 +63,7 @@ __all__ = [
     "dispatch_modes",
     "fake_tensor",
     "forget_cached_parametrizations",
+    "function_of",
     "graph_task",
     "has_own_memory",
     "is_checkpointing",
@@ -189,6 +190,12 @@ def num_tensors_on(storage: torch.UntypedStorage) -> int:
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` is under way. Torch has no public way to ask."""
     return peek_interpreter_stack() is not None
+
+
+def function_of(node: Any) -> type | None:
+    """The `autograd.Function` whose backward a node of autograd's graph is; `None` for torch's own operators. A node
+    has no public name for it, and would not say whose code it runs."""
+    return getattr(type(node), "_forward_cls", None)
 
 
 def forget_cached_parametrizations() -> None:

@@ -4,7 +4,13 @@ A call of the model is split along the samples ([Note: a split call] in `loop_ca
 would mix those of a part. They are found on fake tensors, with a number of samples of which no other size is a multiple
 (`runtime/rehearsal/resized.py`): what is computed of a tensor with samples has as many dimensions of them, or mixes
 them. Functions that leave the shape alone are known by name. Integers and booleans do not count: masks are made of
-them. Not seen is a function that depends on how many samples there are.
+them.
+
+A function that depends on how many samples there are mixes none, and is right for a whole batch alone. It is found by
+`runtime/rehearsal/numbers_used.py`.
+
+[Note: code of one's own in backwards] The backward of an `autograd.Function`, and hooks on what was computed, can do
+either. Where there are some, a backward is followed as well.
 
 [Note: states of forwards] A forward that counts its calls, or writes averages to a buffer, would do so once for each
 part. It is found by what it leaves. Our own modules count samples, which add up.
@@ -12,16 +18,19 @@ part. It is found by what it leaves. Our own modules count samples, which add up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.runtime.nested import argument_tensors
+from shardwise.system.graph_nodes import nodes_of
 from shardwise.system.torch_functions import SHAPED_ALONG, dims_of, named
+from shardwise.system.torch_private import OpOverload, function_of
 
 Tensor = torch.Tensor
 _OTHERS = frozenset(named("histc"))
@@ -32,11 +41,7 @@ class States:
     """What the modules of a `model` keep, before a forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [
-            (name, module)
-            for name, module in model.named_modules()
-            if not type(module).__module__.startswith(f"{__name__.partition('.')[0]}.")
-        ]
+        self._modules = [(name, module) for name, module in model.named_modules() if not _is_ours(type(module))]
         self._buffers = {
             f"{name}.{key}".removeprefix("."): (buffer, buffer._version)
             for name, module in self._modules
@@ -78,6 +83,8 @@ class MixedSamples(TorchFunctionMode):
         super().__init__()
         self._num_samples = num_samples
         self.found = ""
+        self.has_hooks = False
+        """Whether the forward has registered a hook on what it has computed."""
 
     def __torch_function__(
         self,
@@ -88,7 +95,9 @@ class MixedSamples(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self.found:
+        if func is Tensor.register_hook:
+            self.has_hooks |= not _is_ours((*args, *kwargs.values())[1])
+        if not self.found and not isinstance(func, OpOverload):  # those are autograd's, which compute on fake tensors
             given = [one for one in argument_tensors((args, kwargs)) if one.is_floating_point()]
             most = max((self._num_dims(one) for one in given), default=0)
             if most and self._mixes(func, args, kwargs, result, most):
@@ -119,3 +128,24 @@ class MixedSamples(TorchFunctionMode):
                 return True  # in another order
         made = [one for one in argument_tensors(result) if one.is_floating_point()]
         return any(self._num_dims(one) not in range(1, most + 1) for one in made)
+
+
+def runs_other_code(outputs: Iterable[Tensor]) -> bool:
+    """Whether the backward of `outputs` may run Python code that is not this library's: see [Note: code of one's own in
+    backwards]."""
+    functions = filter(None, map(function_of, nodes_of(outputs)))
+    return not all(map(_is_ours, functions))
+
+
+def _is_ours(code: Any) -> bool:
+    """Whether a function or class is this library's."""
+    return str(getattr(code, "__module__", "")).startswith(f"{__name__.partition('.')[0]}.")
+
+
+def follow_backward(outputs: Sequence[Tensor], inputs: Iterable[Tensor]) -> None:
+    """A backward from `outputs` to those `inputs` that train, in which modes see what Python code calls. Given tensors,
+    torch would run it as a function that a mode is asked for, and leave that mode meanwhile."""
+    wanted = [get_gradient_edge(one) for one in inputs if one.requires_grad]
+    if wanted:
+        given = [torch.ones_like(one) for one in outputs]
+        torch.autograd.grad([get_gradient_edge(one) for one in outputs], wanted, given, allow_unused=True)

@@ -160,6 +160,8 @@ class Pipeline:
         """Finds what stages read; without it, each gets the arguments of its first module alone."""
         self.views: Views | None = None
         """Looks at the first forward of each stage, if layers are split by a plan of a user's own."""
+        self.watched_weights: Callable[[], AbstractContextManager[object]] | None = None
+        """Makes a context for those forwards, if layers are split; see `WeightsUsed`."""
         self._surveys = staged.surveys
         if world.membership is not None:  # else these stages are new on all ranks
             self._surveys.agree(self.exchange)
@@ -358,7 +360,7 @@ class Pipeline:
         """Why a call of `called` cannot be split into parts with so many samples each: how its blocks mix samples, or
         which of its tensors is every sample's; "" if it can, or if that cannot be seen. All ranks of the pipeline
         call."""
-        form = called, self.staged.model.training, whole.form  # a survey computes no gradients, whatever the call does
+        form = called, self.staged.model.training, torch.is_grad_enabled(), whole.form
         if self.surveyor is not None and form not in self._surveys.mixing:
             self._surveys.mixing[form] = self._mixing_seen(self.surveyor, whole, rows, called)
         return self._surveys.mixing.get(form, "")
@@ -473,6 +475,7 @@ class Pipeline:
                 span=span,
             ),
             _NOTHING if self.views is None or not is_new else self.views.compared(called, pieces),
+            _NOTHING if self.watched_weights is None or not is_new else self.watched_weights(),
         ):
             forget_cached_parametrizations()  # each forward here has a backward of its own
             outputs = forward()

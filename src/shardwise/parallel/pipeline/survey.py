@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from torch import nn
 from shardwise.comm import Exchange
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
-from shardwise.parallel.pipeline.mixed_samples import MixedSamples, States
+from shardwise.parallel.pipeline.mixed_samples import MixedSamples, States, follow_backward, runs_other_code
 from shardwise.parallel.pipeline.stage_layout import Span, StageLayout
 from shardwise.parallel.pipeline.stage_messages import Result, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import Carried, Passing, StagedModel
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
-from shardwise.runtime.rehearsal import Around, RehearsedForwards, Twin
+from shardwise.runtime.rehearsal import Around, NumbersUsed, RehearsedForwards, Twin, resized
 
 Shares = Sequence[tuple[int, Span]]
 """What runs one after the other: stages, or parts of one, with the numbers of their first and last modules."""
@@ -92,12 +92,12 @@ class Surveyor:
         def own_stages() -> _OwnStages:
             return _OwnStages(self, part, loss_fn, called, is_whole=is_whole, num_samples=num_samples)
 
-        def find(stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
+        def find(stage: int, span: Span, arrived: StageMessageLayout | None, *, of_fewer: bool = False) -> Found:
             messages.append(arrived)
             if stage not in self.staged.stages:
                 return Found.of_encoded(self.exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
             try:
-                found = own_stages().found(stage, span, arrived)
+                found = own_stages().found(stage, span, arrived, of_fewer=of_fewer)
             except ModelError as error:  # it cannot be copied
                 found = Found(None, frozenset(), why_unknown=str(error))
             self.exchange(found.encoded())
@@ -108,8 +108,12 @@ class Surveyor:
         if num_samples is None or known.why_unknown or known.mixing or last is None:
             return known
         odd = next((one.shape for one in last.tensors if one.shape[:1] != (num_samples,)), None)
-        why = f"what {num_samples} of them become begins with another dimension: {list(odd)}" if odd is not None else ""
-        return replace(known, mixing=why)
+        if odd is not None:
+            return replace(
+                known, mixing=f"what {num_samples} of them become begins with another dimension: {list(odd)}"
+            )
+        of_fewer = carried(self.staged.layout, shares, partial(find, of_fewer=True))
+        return replace(known, mixing=of_fewer.mixing, why_unknown=of_fewer.why_unknown)
 
 
 class _OwnStages:
@@ -131,6 +135,10 @@ class _OwnStages:
         self._called = called
         self._is_whole = is_whole
         self._num_samples = num_samples
+        self._trains = num_samples is not None and torch.is_grad_enabled()
+        self._used: dict[Span, NumbersUsed] = {}
+        self._hooked: set[Span] = set()
+        """What has registered hooks on what it has computed."""
         own, given = surveyor.staged, replace(part, args=(part.args, part.target))
         with _unanswered(own):
             self._forwards = RehearsedForwards(
@@ -138,40 +146,72 @@ class _OwnStages:
             )
             self._forwards.rehearse(lambda twin, *_: twin.copied(own).attach())
 
-    def found(self, stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
+    def found(self, stage: int, span: Span, arrived: StageMessageLayout | None, *, of_fewer: bool) -> Found:
         """What a forward of one stage on fake tensors hands over and reads, as far as it can be followed: a loss may
-        match what was predicted with what is right by its values, after all modules have run."""
-        surveyor, part, num_samples = self._surveyor, self._part, self._num_samples
-        mixed = None if num_samples is None else MixedSamples(num_samples)
+        match what was predicted with what is right by its values, after all modules have run. `of_fewer`: the numbers
+        with which it computes for fewer samples are compared with those of the forward before."""
         wanted: set[str] = set()
         layouts: list[StageMessageLayout] = []
-        is_last = surveyor.staged.ends(self._called, span[1])
+        mixing: list[str] = []
 
         def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            staged: StagedModel = twin.copied(surveyor.staged)
-            model, passing = twin.copied(self._called), Passing(wanted=wanted)
-            given, target = args
-            copied = replace(part, args=given, kwargs=kwargs, target=target, weighing=None, compute=None)
-            message = None if arrived is None else empty(arrived, surveyor.device)
-            states = None if mixed is None else States(twin.model)
-            with (
-                surveyor.around(twin.model),
-                staged.catching(model),
-                staged.running(stage, message, is_watched=True, called=model, span=span, passing=passing),
-                nullcontext() if mixed is None else mixed,
-            ):
-                takes_loss = is_last and not self._is_whole
-                staged.require_own(copied.loss_by(model, self._loss_fn) if takes_loss else model(*given, **kwargs))
-                if not is_last:
-                    layouts.append(staged.handed_over)
-            if mixed is not None and states is not None:
-                mixed.found = mixed.found or states.changed()
+            num = self._num_samples
+            if num is None:
+                layouts.extend(self._forward(stage, span, twin, args, kwargs, arrived, wanted))
+                return
+            states, used, mixed = States(twin.model), NumbersUsed(), MixedSamples(num)
+            if of_fewer:
+                args, kwargs = resized((args, kwargs), 0, num, num // 2)
+            with used, nullcontext() if of_fewer else mixed:
+                layouts.extend(self._forward(stage, span, twin, args, kwargs, arrived, wanted, mixed))
+            before = self._used.setdefault(span, used)
+            name = before.difference(used)
+            of_number = f"{name} with a number that depends on how many there are" if name else ""
+            mixing.append(of_number if of_fewer else mixed.found or states.changed())
 
         try:
             self._forwards.rehearse(run)
         except ModelError as error:
             return Found(None, frozenset(wanted), why_unknown=str(error))
-        return Found(None if is_last else layouts[0], frozenset(wanted), "" if mixed is None else mixed.found)
+        return Found(layouts[0] if layouts else None, frozenset(wanted), "".join(mixing))
+
+    def _forward(
+        self,
+        stage: int,
+        span: Span,
+        twin: Twin,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arrived: StageMessageLayout | None,
+        wanted: set[str],
+        mixed: MixedSamples | None = None,
+    ) -> list[StageMessageLayout]:
+        """A forward of one stage on fake tensors, and a backward if it would run Python code of the model's: the layout
+        of what it hands over, if it is not the last."""
+        surveyor = self._surveyor
+        staged: StagedModel = twin.copied(surveyor.staged)
+        model, passing = twin.copied(self._called), Passing(wanted=wanted)
+        given, target = args
+        is_last = surveyor.staged.ends(self._called, span[1])
+        copied = replace(self._part, args=given, kwargs=kwargs, target=target, weighing=None, compute=None)
+        with torch.set_grad_enabled(self._trains), surveyor.around(twin.model):
+            message = None if arrived is None else empty(arrived, surveyor.device)
+            with (
+                staged.catching(model),
+                staged.running(stage, message, is_watched=True, called=model, span=span, passing=passing),
+            ):
+                takes_loss = is_last and not self._is_whole
+                output = copied.loss_by(model, self._loss_fn) if takes_loss else model(*given, **kwargs)
+                staged.require_own(output)
+                layouts = [] if is_last else [staged.handed_over]
+            outputs = [one for one in output if one.requires_grad] if layouts else []
+            if mixed is not None and mixed.has_hooks:
+                self._hooked.add(span)
+            if outputs and (span in self._hooked or runs_other_code(outputs)):
+                with staged.running(stage, message, is_backward=True, span=span):
+                    arrivals = [] if message is None else message.tensors
+                    follow_backward(outputs, [*twin.model.parameters(), *arrivals])
+        return layouts
 
 
 def carried(

@@ -8,7 +8,7 @@ function that is right then too, in all of the forward, only met a number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
-from shardwise.parallel.sequence.mixing import mixes
+from shardwise.parallel.sequence.mixing import mixes, mixes_flattened
 from shardwise.parallel.sequence.routing import numbers_tokens
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import MicroBatch
@@ -51,22 +51,62 @@ class Coincidences:
         found = self._known.get(case)
         return found is not None and func not in found
 
+    def why_of_part(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> str:
+        """What a forward with `num_tokens` of a rank computes that is right for all tokens alone, and is not seen by
+        sizes of tensors: with a number that depends on how many there are ([Note: numbers of samples] in
+        `runtime/rehearsal/numbers_used.py`), or along samples and tokens together. "" if there is nothing, or if the
+        model cannot be rehearsed."""
+        from shardwise.runtime.rehearsal import NumbersUsed  # few jobs need it
+
+        some = self._other(args, kwargs, num_tokens)
+        others = self._other(args, kwargs, some)
+        flattened, used, of_others = _Flattened(some), NumbersUsed(some), NumbersUsed(others)
+        try:
+            self._rehearse(args, kwargs, num_tokens, some, used, flattened)
+            self._rehearse(args, kwargs, num_tokens, others, of_others)
+        except ModelError:
+            return ""
+        if flattened.found:
+            return f"{flattened.found} along samples and tokens together"
+        name = used.difference(of_others)
+        return f"{name} with a number that depends on how many tokens there are, as x.shape[1] does" if name else ""
+
+    def _other(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> int:
+        from shardwise.runtime.rehearsal import size_unlike_others
+
+        return size_unlike_others(self.model, (args, kwargs), 1, num_tokens, self.multiple)
+
+    def _rehearse(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        num_tokens: int,
+        other: int,
+        *watches: AbstractContextManager[object],
+    ) -> None:
+        """A forward with `other` tokens instead of `num_tokens`, inside `watches`. Raises `ModelError` for a model that
+        cannot be rehearsed."""
+        from shardwise.runtime.rehearsal import Twin, rehearse_forward, resized  # few jobs need it
+
+        given = resized((tuple(args), dict(kwargs)), 1, num_tokens, other)
+
+        def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with self.around(twin.model), ExitStack() as stack:
+                for watch in watches:
+                    if isinstance(watch, _Seen):
+                        watch.model = twin.model
+                    stack.enter_context(watch)
+                twin.model(*args, **kwargs)
+
+        rehearse_forward(run, self.model, self.units, MicroBatch(*given), device=self.device, compute=self.compute)
+
     def _found_otherwise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int
     ) -> frozenset[Function] | None:
-        from shardwise.runtime.rehearsal import Twin, rehearse_forward, resized, size_unlike_others  # few jobs need it
-
-        other = size_unlike_others(self.model, (args, kwargs), 1, num_tokens, self.multiple)
-        given = resized((tuple(args), dict(kwargs)), 1, num_tokens, other)
+        other = self._other(args, kwargs, num_tokens)
         seen = _Seen(other)
-
-        def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.model = twin.model
-            with self.around(twin.model), seen:
-                twin.model(*args, **kwargs)
-
         try:
-            rehearse_forward(run, self.model, self.units, MicroBatch(*given), device=self.device, compute=self.compute)
+            self._rehearse(args, kwargs, num_tokens, other, seen)
         except ModelError:
             return None
         return frozenset(seen.found)
@@ -95,3 +135,25 @@ class _Seen(TorchFunctionMode):
         if is_mixing or is_numbering:
             self.found.add(func)
         return func(*args, **kwargs)
+
+
+class _Flattened(TorchFunctionMode):
+    """Finds the first function that works along samples and tokens together, of which there are `num_tokens`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+        self.found = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self.found and mixes_flattened(func, args, kwargs, result, self._num_tokens):
+            self.found = func.__name__
+        return result

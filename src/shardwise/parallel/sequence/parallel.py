@@ -85,6 +85,8 @@ class SequenceParallel:
         self.coincidences: Coincidences | None = None
         """Tells tokens from what is as many; without it, what looks like tokens is taken for them."""
         self._ends_here = ends_here
+        self._looked_at: set[bool] = set()
+        """Whether forwards in training, and in evaluation, were looked at for numbers of tokens."""
         self._is_checked = False
         """Whether it has been checked that some stage calls attention."""
         self._hooks = ExitStack()
@@ -220,7 +222,25 @@ class SequenceParallel:
             return None
         self._split_call = None
         self._called = self._own_part(args, kwargs)
+        self._refuse_parts(*self._called)
         return self._called
+
+    def _refuse_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `ModelError` in the first forward of each kind if the model, which is no library's, computes what a
+        part of the tokens gives another value."""
+        sample, is_library = self.attention.sample, self._is_pretrained or self._ends_here is not None
+        if is_library or sample is None or self.coincidences is None or self.line.is_silent:
+            return
+        if self._model.training in self._looked_at:
+            return
+        self._looked_at.add(self._model.training)
+        why = self.coincidences.why_of_part(args, kwargs, sample.layout.num_local)
+        if why:
+            raise ModelError(
+                f"The model computes {why}, and each rank of a split sequence has a part of them. Let it take the "
+                f"length of the whole sequence as an argument, compute it outside of the model, of what "
+                f"engine.join_sequence has joined, or leave {self.line.axis} out of the mesh."
+            )
 
     def _own_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sample = self.batches.sample_of((args, kwargs))

@@ -14,6 +14,7 @@ from shardwise.parallel.tensor.forwards import Forward
 from shardwise.parallel.tensor.partition import Partition
 from shardwise.parallel.tensor.regions import Regions
 from shardwise.parallel.tensor.rules import SplitModule
+from shardwise.parallel.tensor.weights_used import Weight, WeightsUsed
 from shardwise.plan.placement import Box
 
 Make = Callable[[Line, Regions], Forward]
@@ -43,6 +44,8 @@ class ModelSplit:
 
     line: Line | None = field(default=None, init=False, repr=False)
     """What the ranks communicate through, while it is carried out."""
+    weights: WeightsUsed | None = field(default=None, init=False, repr=False)
+    """Watches what else forwards compute of split weights, from then on."""
     _undoing: list[Callable[[], object]] = field(default_factory=list, init=False, repr=False)
 
     def is_on_sequence(self, target: SplitModule) -> bool:
@@ -80,6 +83,9 @@ class ModelSplit:
                 partial(vars(module).pop, "forward") if own is None else partial(setattr, module, "forward", own)
             )
             module.__dict__["forward"] = make(line, regions)
+        wholes = {one: Weight(self.names[one], box.shape) for one, box in self.boxes.items() if box.is_split}
+        self.weights = WeightsUsed(self.modules[""], wholes)
+        self.on_undo(self.weights.watch())
 
     def on_undo(self, action: Callable[[], object]) -> None:
         """Let `undo` call `action`."""

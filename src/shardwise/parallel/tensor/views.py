@@ -9,9 +9,10 @@ as tokens or the size of a head, the number of heads is hard-coded.
 Shapes of outputs would not show it: heads of half the width make as many features.
 
 The same two forwards show other code that is right for all features alone: a mean or softmax over split ones, a fused
-matrix that is cut in two (`chunk`) without `parts` in the plan, and a product with the weight of another module, such
-as an embedding's as a head. With `tensor.sequence` they show an attention, or a convolution, for whose modules no
-pattern gathers the sequence: it would see a rank's own tokens. All are recorded in one list, and compared in order.
+matrix that is cut in two (`chunk`) without `parts` in the plan, a number that is made of how many there are, and a
+product with the weight of another module, such as an embedding's as a head. With `tensor.sequence` they show an
+attention, or a convolution, for whose modules no pattern gathers the sequence: it would see a rank's own tokens. All
+are recorded in one list, and compared in order.
 
 In an elastic job a rank may be lost before all have compared, or while they do. So the check is made again after a
 recovery as long as no step is complete, which all ranks know alike: in each comparison all ranks along the axis send.
@@ -41,6 +42,7 @@ from shardwise.comm.agreed import raise_first
 from shardwise.errors import CommError, CorruptionError, ModelError, StateError, TierError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
+from shardwise.parallel.tensor.weights_used import PRODUCTS, of_another
 from shardwise.plan.placement import Dtype
 from shardwise.system.own_hooks import hook, hook_around
 from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named
@@ -68,16 +70,24 @@ _REDUCTIONS: Mapping[Callable[..., Any], int] = {
 }
 """Functions that need all entries of a dimension, with the place of that argument."""
 _CUTS: Mapping[Callable[..., Any], int] = dict.fromkeys(named("chunk", "split", "tensor_split"), 2)
-_PRODUCTS = frozenset({*named("linear", "matmul", "mm"), torch.Tensor.__matmul__, torch.nn.functional.embedding})
 _MIXING: Mapping[Callable[..., Any], tuple[int, str, int]] = {
     torch.nn.functional.scaled_dot_product_attention: (1, "key", -2),
     torch.conv1d: (0, "input", -1),
 }
 """Functions that read several tokens for each: the place and the name of the argument with them, and the dimension."""
+_SIGNS = [f"__{way}{sign}__" for sign in ("mul", "truediv", "add", "sub", "pow") for way in ("", "r", "i")]
+_ARITHMETIC = frozenset(
+    {
+        *named("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "pow"),
+        *named("mul_", "div_", "add_", "sub_", "pow_", "scaled_dot_product_attention"),
+        *(getattr(torch.Tensor, name) for name in _SIGNS),
+    }
+)
+"""Functions that compute with numbers, of which some depend on how many features, heads or tokens there are."""
 _RECURRENT = frozenset(named("lstm", "gru", "rnn_tanh", "rnn_relu"))
 """They do too, in the first or second dimension of their first argument."""
 _WATCHED = frozenset(
-    {*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__, *_MIXING, *_RECURRENT, *PRODUCTS_OF_TWO}
+    {*_VIEWS, *_REDUCTIONS, *_CUTS, *PRODUCTS, torch.Tensor.__getitem__, *_MIXING, *_RECURRENT, *PRODUCTS_OF_TWO}
 )
 _UNCHANGED = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -127,9 +137,18 @@ class Mixing:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class Number:
+    """A function that computes with these numbers."""
+
+    path: str
+    what: str
+    numbers: tuple[float, ...]
+
+
 _FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)
 """What a forward raises where shapes do not fit."""
-Step = View | Reduction | Cut | ForeignWeight | Mixing
+Step = View | Reduction | Cut | ForeignWeight | Mixing | Number
 
 
 class ViewCheck:
@@ -298,13 +317,15 @@ def _wrong(whole: Step, part: Step, parts: Collection[int]) -> str:
                 f"tensor.plan, and the one behind it row, between which the sequence is whole; or leave "
                 f"tensor.sequence out of the plan."
             )
-        case ForeignWeight(), ForeignWeight() if whole.shape != part.shape:
+        case Number(), Number() if whole.numbers != part.numbers:
             return (
-                f"{where} computes with {whole.name}, {list(whole.shape)}, of which tensor.plan leaves "
-                f"{list(part.shape)} on a rank along {AXIS}. Let a module of its own have the weight (such as "
-                f"head.weight = embed.weight, with the style vocabulary), gather it there with "
-                f"sw.tensor.whole_head(module), or leave the module out of tensor.plan."
+                f"{where} computes {whole.what} with {', '.join(map(str, whole.numbers))}, and with "
+                f"{', '.join(map(str, part.numbers))} on the part of the features, or with tensor.sequence of the "
+                f"tokens, that tensor.plan leaves on a rank along {AXIS}: the number is made of a size that is split. "
+                f"Take it from what is not, such as an attribute that tensor.divide does not name."
             )
+        case ForeignWeight(), ForeignWeight() if whole.shape != part.shape:
+            return of_another(where, whole.name, whole.shape, part.shape)
     return ""
 
 
@@ -458,7 +479,7 @@ class _Record(TorchFunctionMode):
         weight = self._weight_of(args[0]) if args else None
         if weight is not None and isinstance(result, torch.Tensor) and result.numel() == weight.numel():
             self._made[id(result)] = weakref.ref(result), weight
-        if func in _WATCHED or weight is not None:
+        if func in _WATCHED or func in _ARITHMETIC or weight is not None:
             self._found += self._steps(func, args, kwargs or {}, result)
         return result
 
@@ -474,8 +495,12 @@ class _Record(TorchFunctionMode):
     ) -> Iterator[Step]:
         path = self.path
         given = args[0] if args else None
-        if func not in _PRODUCTS and self._is_some(given, func, result):
+        if func not in PRODUCTS and self._is_some(given, func, result):
             yield from self._foreign(path, args[:1])
+        if func in _ARITHMETIC and isinstance(result, torch.Tensor) and result.is_floating_point():
+            numbers = tuple(one for one in (*args, *kwargs.values()) if type(one) in (int, float))
+            if numbers:
+                yield Number(path, func.__name__, numbers)
         if func not in _WATCHED:
             return
         if func in PRODUCTS_OF_TWO and not any(one in self._names for one in tree_leaves(args) if _is_tensor(one)):
@@ -490,7 +515,7 @@ class _Record(TorchFunctionMode):
                 yield Mixing(path, func.__name__, num_tokens)
         elif func in _RECURRENT:
             yield Mixing(path, func.__name__, math.prod(given.shape[:-1]))
-        elif func in _PRODUCTS:
+        elif func in PRODUCTS:
             yield from self._foreign(path, args[:2])
         elif not given.is_floating_point():
             return

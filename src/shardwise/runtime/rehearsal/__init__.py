@@ -6,6 +6,7 @@ the hooks that train it.
 
 from shardwise.runtime.rehearsal.integers import is_small_integers
 from shardwise.runtime.rehearsal.live_bytes import Heard
+from shardwise.runtime.rehearsal.numbers_used import NumbersUsed
 from shardwise.runtime.rehearsal.rebound import note_empty, rebind
 from shardwise.runtime.rehearsal.rehearse import (
     Around,
@@ -23,6 +24,7 @@ __all__ = [
     "Around",
     "Heard",
     "Loss",
+    "NumbersUsed",
     "RehearsedForwards",
     "Twin",
     "Watch",
