@@ -175,8 +175,9 @@ def test_a_stopped_rank_is_given_up_soon_and_a_computing_one_is_not() -> None:
     job.stopped.add(3)
     job.kill(0)
     job.settle()
-    job.now = STOPPED_SECONDS * 1.5
-    job.rendezvous.tick(job.now)
+    for part in (0.6, 1.2):
+        job.now = STOPPED_SECONDS * part
+        job.rendezvous.tick(job.now)
     job.collect()
     job.settle()
     assert job.rendezvous.members == (1, 2)
@@ -185,6 +186,23 @@ def test_a_stopped_rank_is_given_up_soon_and_a_computing_one_is_not() -> None:
     job.now += 2 * SILENT_SECONDS
     job.rendezvous.tick(job.now)
     assert not job.rendezvous.kills  # its thread for announcements answers: the other one may be computing
+
+
+def test_one_that_stops_after_it_has_heard_is_given_up_as_soon_and_one_that_a_tracer_looks_at_is_not() -> None:
+    job = Job(4, 1, 4)
+    job.begin()
+    job.kill(0)
+    job.say(3, "heard", 0, "over")
+    job.say(2, "heard", 0, "over")
+    job.say(1, "ready", 0)
+    for seconds, stopped in ((5.0, {2}), (5.1, {3}), (5.2 + STOPPED_SECONDS, {3})):
+        job.now, job.stopped = seconds, stopped
+        job.rendezvous.tick(job.now)
+    assert [number for number, _ in job.rendezvous.kills] == [3]
+    job.collect()
+    job.stopped = set()
+    job.say(2, "ready", 0)
+    assert job.rendezvous.members == (1, 2)
 
 
 def test_a_host_is_lost_with_all_its_ranks_at_once_and_everybody_knows_where_the_others_are() -> None:
@@ -445,9 +463,12 @@ def test_the_ranks_of_an_excluded_host_leave_with_the_fault() -> None:
 
 
 class Channel:
-    """That of one member, who sends nothing that anybody reads."""
+    """That of one member, whom nobody answers."""
 
     member = 1
+
+    def __init__(self) -> None:
+        self.sent: list[MemberMessage] = []
 
     def has_sent(self) -> bool:
         return False
@@ -458,7 +479,7 @@ class Channel:
         return threading.Thread()
 
     def send(self, message: MemberMessage) -> None:
-        pass
+        self.sent.append(message)
 
 
 def test_a_member_that_was_away_while_others_formed_a_generation_without_it_is_turned_away() -> None:
@@ -475,6 +496,16 @@ def test_a_member_that_was_away_while_others_formed_a_generation_without_it_is_t
     with pytest.raises(TurnedAwayError, match="took this rank for lost and continue without it") as away:
         membership._await_announcement()
     assert not away.value.has_asked
+
+
+def test_a_member_that_has_heard_what_it_has_to_answer_says_how_long_others_may_wait_for_it() -> None:
+    """The last message that comes from it counts: without that, others waited ten minutes for one that had stopped."""
+    channel = Channel()
+    membership = StoreMembership(channel, lambda opening: pytest.fail(str(opening)), timeout_seconds=20)  # type: ignore[arg-type]
+    atexit.unregister(membership._at_exit)
+    channel.read(Announcement("entering", 3, (0, 1)))
+    said = channel.sent[-1]
+    assert (said.kind, said.generation, said.text, said.patience_seconds) == ("heard", 3, "entering", 20)
 
 
 def test_a_spare_waits_for_a_generation_that_it_is_in() -> None:

@@ -349,7 +349,7 @@ class StoreMembership(Generic[W]):
         if kind == "leave" and names_me:
             self.leave()
         if (kind == "over" and opening is not None) or (kind == "entering" and names_me):
-            self._channel.send(MemberMessage("heard", self.member, generation, text=kind))
+            self._channel.send(replace(self._message("heard", kind), generation=generation))
         return kind != "end" and not (kind in ("out", "bye") and names_me)
 
     def _note(self, announcement: Announcement) -> tuple[Opening[W] | None, W | None]:

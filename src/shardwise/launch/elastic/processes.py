@@ -32,6 +32,9 @@ class Process:
     """Whether it leaves at the next step boundary."""
     is_dying_since: float | None = None
     """When it raised, if it has not ended yet; until then it may still write to files that outlive it."""
+    stopped_since: float | None = None
+    """When it was first seen that the system has stopped it, if it has not gone on since; looked for while others wait
+    for it."""
     is_done: bool = False
     """Whether its script has ended, even if the process has not."""
     has_ended_well: bool = False

@@ -33,7 +33,8 @@ _MAX_IN_VAIN = 5
 _HAS_ASKED = "This rank has asked to leave, and the others continue."
 _IS_SPARE = "This rank's replica group has lost a rank, and the others continue without it until it is whole again."
 STOPPED_SECONDS = 0.5
-"""After this time without an answer, a member that the system has stopped is given up."""
+"""After this time without an answer, a member that the system has stopped for half of it is given up, whatever it has
+heard before. A shorter stop may be that of a tracer, which looks at it."""
 DYING_SECONDS = 10
 """How long a member that has raised may take to end."""
 SILENT_SECONDS = 30
@@ -230,10 +231,17 @@ class Rendezvous:
         told = self.generation, "over" if self.state == "gathering" else "entering"
         for process in late:
             seconds, has_heard = now - self._since, process.heard == told
-            if (not has_heard or self.state == "formed") and is_stopped_too_long(process, seconds, self.is_stopped):
+            if seconds > STOPPED_SECONDS / 2 and self._is_stopped_too_long(process, now):
                 self._give_up(process, "was stopped, and did not answer")
             elif why := too_late(process, seconds, has_heard=has_heard):
                 self._give_up(process, why)
+
+    def _is_stopped_too_long(self, process: Process, now: float) -> bool:
+        if not self.is_stopped(process.number, process.pid):
+            process.stopped_since = None
+        elif process.stopped_since is None or process.stopped_since < self._since:
+            process.stopped_since = now
+        return process.stopped_since is not None and now - process.stopped_since > STOPPED_SECONDS / 2
 
     def taken_over(self, now: float) -> None:
         """Another launcher goes on with this object. A generation that members were entering is over: what they had
@@ -241,6 +249,7 @@ class Rendezvous:
         self._since = now
         for process in self.processes.values():
             process.is_dying_since = None if process.is_dying_since is None else now
+            process.stopped_since = None
         if self.state == "entering":
             self._end_generation(
                 (), "The launcher was killed while the ranks met, and another one has taken over.", now
@@ -458,11 +467,6 @@ class Rendezvous:
 def dies_too_long(process: Process, now: float) -> bool:
     """Whether it has raised and should have ended by now."""
     return process.is_dying_since is not None and now - process.is_dying_since > DYING_SECONDS
-
-
-def is_stopped_too_long(process: Process, seconds: float, is_stopped: Callable[[int, int], bool]) -> bool:
-    """Whether the system has stopped it, and the others have waited for it for `seconds`."""
-    return seconds > STOPPED_SECONDS and is_stopped(process.number, process.pid)
 
 
 def too_late(process: Process, seconds: float, *, has_heard: bool) -> str:
