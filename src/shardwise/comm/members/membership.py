@@ -171,7 +171,8 @@ class StoreMembership(Generic[W]):
         found = self._enter_next(-1)
         is_first = all(origin is None for origin in found.origins)
         self.arrival = None if is_first else found
-        found.world.is_newcomer = not is_first
+        if not is_first:
+            found.note_newcomer()
         return found.world
 
     def regroup(self, world: W, report: bytes, *, lets_in: bool = True) -> Regrouped[W]:
@@ -198,7 +199,7 @@ class StoreMembership(Generic[W]):
         """See `Membership`."""
         found = self._enter_next(-1)
         self._is_spare = False
-        found.world.is_newcomer = True
+        found.note_newcomer()
         return found
 
     def end(self, error: BaseException | None) -> None:
