@@ -203,7 +203,12 @@ class Recovery:
     def join(self) -> None:
         """On a rank that has joined: the last exchange of the recovery in which it has."""
         self._share_change_wishes("recovered")
+        self._go_quiet()
+
+    def _go_quiet(self) -> None:
         self.quiet.enter(self._sharded)
+        if self.iterations.is_open:  # maybe behind its backward
+            self.quiet.give_gradients()
 
     def close(self, error: BaseException | None) -> None:
         """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
@@ -606,7 +611,7 @@ class Recovery:
             self.loop_state.note_again(self.iterations.void_after)
         self._share_change_wishes("recovered")
         self._let_former_go()
-        self.quiet.enter(self._sharded)
+        self._go_quiet()
 
     def of_whole_job(self, plan: Plan) -> tuple[Plan, SmallerMeshes]:
         """`plan`, to which these ranks change, as it is for all ranks of the job, and the smaller meshes that it has
