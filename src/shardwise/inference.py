@@ -22,6 +22,7 @@ from shardwise.checkpoint import formats
 from shardwise.checkpoint.formats.hf import open_files
 from shardwise.comm import World
 from shardwise.comm.agreed import Told, agreed
+from shardwise.comm.transport.pairwise import Nobody
 from shardwise.errors import CheckpointError, ConfigError, ModelError, nearest
 from shardwise.init import Wishes, check_same_settings, deferred_init, device_for, end_recording
 from shardwise.init.files import INDEX, SINGLE, WeightFiles
@@ -88,7 +89,7 @@ def load_for_inference(
     joined = World.join() if world is None else world
     try:
         asked = {"mesh": dict(mesh or {}), "weights": weights, "dtype": str(dtype), "folder given": folder is not None}
-        check_same_settings(asked, "arguments of load_for_inference", joined)
+        check_same_settings(asked, "arguments of load_for_inference", _who_agree(joined))
         found = model
         if found is None:
             with _agreed(joined):
@@ -124,6 +125,9 @@ def _lay(
     with _agreed(world):
         _fill(model, source, split, dtype, target, form)
     if split is not None:
+        if world.membership is not None:  # what is split among ranks is lost with one of them
+            world.membership.has_several = True
+            world.membership.needs_all()
         carry_out_split(model, split, mesh, world, target)
         group = world.group(mesh, AXIS)
         Generators(world.rank_device, group.index).synchronize(world, group)
@@ -141,8 +145,13 @@ def _axes(mesh: Mapping[str, int] | None) -> dict[str, int]:
     return asked if any(axis != AXIS for axis in asked) else {"dp": -1, **asked}
 
 
+def _who_agree(world: World) -> World:
+    """The ranks that load the model together: this one alone, if it joins others that train, which have theirs."""
+    return World(0, 1, Nobody(), device=world.rank_device) if world.is_arriving else world
+
+
 def _agreed(world: World) -> AbstractContextManager[Told]:
-    return agreed(world, "inference", CheckpointError, ConfigError, ModelError)
+    return agreed(_who_agree(world), "inference", CheckpointError, ConfigError, ModelError)
 
 
 def _built(folder: Folder | None, dtype: torch.dtype | None) -> nn.Module:

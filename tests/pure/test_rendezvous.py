@@ -220,7 +220,7 @@ def test_a_rank_that_is_stopped_for_moments_is_waited_for() -> None:
     job.kill(0)
     for _ in range(10):
         job.stopped.add(3)
-        job.wait(STOPPED_SECONDS * 0.9)
+        job.wait(STOPPED_SECONDS * 0.4)
         job.stopped.clear()
         job.say(3, "heard", 0, "over")
         job.wait(STOPPED_SECONDS * 0.3)
@@ -487,9 +487,12 @@ def test_the_ranks_of_an_excluded_host_leave_with_the_fault() -> None:
 
 
 class Channel:
-    """That of one member, who sends nothing that anybody reads."""
+    """That of one member, whom nobody answers."""
 
     member = 1
+
+    def __init__(self) -> None:
+        self.sent: list[MemberMessage] = []
 
     def has_sent(self) -> bool:
         return False
@@ -500,7 +503,7 @@ class Channel:
         return threading.Thread()
 
     def send(self, message: MemberMessage) -> None:
-        pass
+        self.sent.append(message)
 
 
 def test_a_member_that_was_away_while_others_formed_a_generation_without_it_is_turned_away() -> None:
@@ -517,6 +520,16 @@ def test_a_member_that_was_away_while_others_formed_a_generation_without_it_is_t
     with pytest.raises(TurnedAwayError, match="took this rank for lost and continue without it") as away:
         membership._await_announcement()
     assert not away.value.has_asked
+
+
+def test_a_member_that_has_heard_what_it_has_to_answer_says_how_long_others_may_wait_for_it() -> None:
+    """The last message that comes from it counts: without that, others waited ten minutes for one that had stopped."""
+    channel = Channel()
+    membership = StoreMembership(channel, lambda opening: pytest.fail(str(opening)), timeout_seconds=20)  # type: ignore[arg-type]
+    atexit.unregister(membership._at_exit)
+    channel.read(Announcement("entering", 3, (0, 1)))
+    said = channel.sent[-1]
+    assert (said.kind, said.generation, said.text, said.patience_seconds) == ("heard", 3, "entering", 20)
 
 
 def test_a_spare_waits_for_a_generation_that_it_is_in() -> None:

@@ -29,6 +29,7 @@ RAISING = [
 CONSTANTS = {
     "program/image_bytes.py": ["ON_ACCELERATOR"],
     "elastic/session.py": ["_CANNOT_SKIP"],
+    "elastic/plain_steps.py": ["_HAS_SCALER"],
     "elastic/survivable.py": ["IN_SHARD"],
 }
 

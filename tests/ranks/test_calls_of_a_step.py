@@ -19,8 +19,9 @@ NUM_RANKS, FEW, MANY = 2, 4, 24
 MOST_FOR_A_PARAMETER = 2.4
 """One when its gradient arrives, and one that stores it; now and then one more looks for a late message. It was 5 while
 the optimizer was given gradients, and writes were counted, by parameter."""
-MOST_FOR_ELASTIC, MOST_FOR_ELASTIC_AND_A_PARAMETER = 260, 2.4
-"""What a step calls more where a rank may be lost. More than half of it is the message that ends the step."""
+MOST_FOR_ELASTIC, MOST_FOR_ELASTIC_AND_A_PARAMETER = 235, 2.4
+"""What a step calls more where a rank may be lost. It was 237 to 255 while the message that ends the step had memory of
+its own."""
 MOST_OF_SMALL_BLOCKS = {"ddp": 1950, "zero3": 2630}
 """In a step of 8 units with 16 parameters each, on one of 8 ranks of which nothing has to be awaited. It was 1,988 and
 2,718 before what all steps have in common was worked out once."""

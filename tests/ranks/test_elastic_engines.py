@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_transformers import llama
 from torch import nn
 
 import shardwise as sw
@@ -110,3 +111,23 @@ def test_a_plan_that_wants_to_survive_is_refused_beside_another_engine(tmp_path:
 
     for said in run_members(2, work, tmp_path).values():
         assert "survive: host is not possible: this process has several engines" in said
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_model_that_is_split_to_compare_with_is_lost_with_a_rank(is_first: bool, tmp_path: Path) -> None:
+    """It goes on sending to those that are gone. One that each rank has whole stays as it is."""
+    given, compared = models()[0], llama()
+
+    def work(world: World, member: int) -> bool:
+        own, theirs = copy.deepcopy(given), copy.deepcopy(compared)
+        if is_first:
+            sw.load_for_inference(model=theirs, mesh={"tp": 2}, world=world)
+        engine = sw.shard(own, "zero3", optimizer=torch.optim.SGD(own.parameters(), lr=0.1), world=world)
+        if not is_first:
+            sw.load_for_inference(model=theirs, mesh={"tp": 2}, world=world)
+        DiesAt({1: 9})(engine, member)
+        with pytest.raises(FaultError, match="Rank 1"):
+            train([engine], NUM_STEPS)
+        return world.membership is not None and world.membership.has_several
+
+    assert run_members(2, work, tmp_path) == {0: True}

@@ -54,6 +54,8 @@ DISK = "disk"
 """The folder below the test's own."""
 Plant = Callable[["sw.Engine", int], None]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor]
+"""One iteration of a plain loop; returns the loss."""
 
 
 class Net(nn.Module):
@@ -149,7 +151,7 @@ def race(
     plant: Plant,
     folder: Path,
     *,
-    loop: str = "engine",
+    loop: str | Loop = "engine",
     model: nn.Module | None = None,
     make: Make = adamw,
     shares_memory: bool = True,
@@ -242,8 +244,10 @@ def is_lock_beside_nothing(path: Path, plan: dict[str, Any]) -> bool:
     return path.suffix == ".lock" and plan.get("activations") == "disk"
 
 
-def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+def step_of(loop: str | Loop, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """One iteration in the way of `loop`; returns this rank's loss."""
+    if not isinstance(loop, str):
+        return loop(engine.module, optimizer, x, y)
     if loop == "train_step":
         return engine.train_step(x, y, loss_fn=loss_of)
     if loop == "micro-batches":

@@ -87,8 +87,10 @@ def trained(
     least: int = 1,
     most_wrong: int = 0,
     bound: float = 2e-6,
+    before: Callable[[World], object] = lambda _: None,
 ) -> list[list[int]]:
-    """A loop that communicates at every possible point. Returns the world sizes of the steps of each surviving rank."""
+    """A loop that communicates at every possible point, and does something `before` it makes its engine. Returns the
+    world sizes of the steps of each surviving rank."""
     images, run = folder / "images", folder / "run"
     images.mkdir()
     model = Net()
@@ -99,6 +101,7 @@ def trained(
     def work(world: World, member: int) -> tuple[dict[int, float], dict[str, Any], list[int]]:
         own = models[member]
         try:
+            before(world)
             engine = sw.shard(own, {**plan, "run": str(run)}, optimizer=adamw(own), world=world, batch=batch)
         except FaultError as error:  # a rank that joins while another dies may end; the others continue
             raise Killed if member >= NUM_RANKS else error from None
@@ -150,6 +153,35 @@ def trained_with_codes(model: nn.Module, sizes: Sequence[int], *, sends_frozen: 
         optimizer.step()
         losses.append(of_step)
     return losses, plain
+
+
+def die_in_the_third_step(engine: sw.Engine, member: int, step: int, now: str) -> None:
+    if (member, step, now) == (1, 2, "backward"):
+        raise Killed
+
+
+def test_one_that_comes_waits_for_nobody_before_it_makes_its_engine(tmp_path: Path) -> None:
+    """A script that prepares something, such as files that its first rank writes."""
+
+    def prepare(world: World) -> None:
+        world.barrier()
+        assert not world.any_rank(False)
+        assert world.mean(2.0) == 2.0
+        sw.load_for_inference(model=nn.Linear(2, 2), world=world)  # to compare with, such as a model before it is tuned
+
+    sizes = trained(tmp_path, plan={"preset": "zero3"}, at=die_in_the_third_step, before=prepare)
+    assert {size for found in sizes for size in found} == {NUM_RANKS}
+
+
+def test_one_that_comes_and_waits_for_others_all_the_same_ends_alone(tmp_path: Path) -> None:
+    """They would not call that: it contradicts them, and none of them is at fault."""
+
+    def prepare(world: World) -> None:
+        if world.is_newcomer:
+            world.exchange(b"", "what others do not ask")
+
+    sizes = trained(tmp_path, plan={"preset": "zero3"}, at=die_in_the_third_step, before=prepare)
+    assert {size for found in sizes for size in found} == {NUM_RANKS, NUM_RANKS - 1}
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

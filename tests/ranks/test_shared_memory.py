@@ -471,6 +471,21 @@ def test_more_offers_than_there_are_places_for() -> None:
     assert run_ranks(2, rank) == [3.0 * sum(range(NUM_OFFERS + 20))] * 2
 
 
+def test_short_messages_have_places_in_turn_and_long_ones_follow_them() -> None:
+    """A short one takes no memory of its own, and its place is free again when all have read it."""
+    lengths = [0, 1, 56, 57, 4096] * (2 * NUM_OFFERS // 5)
+
+    def message(rank: int, number: int) -> bytes:
+        length = lengths[(number + rank) % len(lengths)]
+        return bytes((rank + number + place) % 256 for place in range(length))
+
+    def rank(world: sw.World) -> bool:
+        received = [world.exchange(message(world.rank, number), "a message") for number in range(len(lengths))]
+        return received == [[message(other, number) for other in range(3)] for number in range(len(lengths))]
+
+    assert run_ranks(3, rank) == [True] * 3
+
+
 @pytest.mark.parametrize("by_futex", [True, False], ids=["futex", "naps"])
 def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not by_futex:

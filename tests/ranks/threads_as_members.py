@@ -208,7 +208,7 @@ class ThreadMembership:
         if met is None:
             return None
         self.arrival = self._entered(*met)
-        self.arrival.world.is_newcomer = True
+        self.arrival.note_newcomer()
         return self.arrival.world
 
     def plant(self, plant: Callable[[World], None]) -> None:
@@ -249,7 +249,7 @@ class ThreadMembership:
         if met is None:
             raise TurnedAwayError("the job has ended")
         found = self._entered(*met)
-        found.world.is_newcomer = True
+        found.note_newcomer()
         return found
 
     def end(self, error: BaseException | None) -> None:

@@ -26,6 +26,7 @@ class Ranks(Protocol):
     generation: int
     members: tuple[int, ...]
     is_newcomer: bool
+    is_arriving: bool
 
     @property
     def fault(self) -> Fault | None: ...
@@ -36,6 +37,8 @@ class Ranks(Protocol):
 
 
 W = TypeVar("W", bound=Ranks)
+OF_ENGINE = b"engine "
+"""How reports of ranks begin that train with an engine."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ class Regrouped(Generic[W]):
     """Ranks of the generation before that are gone."""
     reports: tuple[bytes, ...]
     """By rank: the report that each passed to `regroup`; `b""` for a newcomer."""
+
+    def note_newcomer(self) -> None:
+        """This process is one. If the others have engines, they wait for its own from here on, whatever its script
+        calls of the world before that."""
+        self.world.is_newcomer = True
+        self.world.is_arriving = any(report.startswith(OF_ENGINE) for report in self.reports)
 
 
 class Membership(Protocol[W]):

@@ -28,24 +28,31 @@ def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: s
     return padded[: vector.numel()]
 
 
-@unwatched
-def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
-    """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks.
-    Values are read here, which a recording, or fake tensors, would put off or not have."""
-    with outside_modes() if dispatch_modes() else nullcontext():
-        return _exchanged(message, group, gather)
-
-
-def _exchanged(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
-    heads = _rows(len(message).to_bytes(8, "little") + message[:_SHORT_BYTES], SHORT_MESSAGE_BYTES, group)
-    gather(heads.view(-1))
-    head_bytes = [row.numpy().tobytes() for row in heads]
-    lengths = [int.from_bytes(head[:8], "little") for head in head_bytes]
+def exchange(
+    message: bytes,
+    group: Group,
+    gather: Callable[[Tensor], None],
+    swap: Callable[[bytes], list[bytes]] | None = None,
+) -> list[bytes]:
+    """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks. So
+    does `swap`, if there is one, with `SHORT_MESSAGE_BYTES` of each rank.
+    """
+    head = len(message).to_bytes(8, "little") + message[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0")
+    heads = _gathered(head, SHORT_MESSAGE_BYTES, group, gather) if swap is None else swap(head)
+    lengths = [int.from_bytes(one[:8], "little") for one in heads]
     if max(lengths) > _SHORT_BYTES:
-        rows = _rows(message, max(lengths), group)
+        whole = _gathered(message, max(lengths), group, gather)
+        return [one[:length] for one, length in zip(whole, lengths, strict=True)]
+    return [one[8 : 8 + length] for one, length in zip(heads, lengths, strict=True)]
+
+
+@unwatched
+def _gathered(message: bytes, num_bytes: int, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
+    """Values are read here, which a recording, or fake tensors, would put off or not have."""
+    with outside_modes() if dispatch_modes() else nullcontext():
+        rows = _rows(message, num_bytes, group)
         gather(rows.view(-1))
-        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
-    return [head[8 : 8 + length] for head, length in zip(head_bytes, lengths, strict=True)]
+        return [row.numpy().tobytes() for row in rows]
 
 
 def _rows(message: bytes, num_bytes: int, group: Group) -> Tensor:

@@ -203,7 +203,12 @@ class Recovery:
     def join(self) -> None:
         """On a rank that has joined: the last exchange of the recovery in which it has."""
         self._share_change_wishes("recovered")
+        self._go_quiet()
+
+    def _go_quiet(self) -> None:
         self.quiet.enter(self._sharded)
+        if self.iterations.is_open:  # maybe behind its backward
+            self.quiet.give_gradients()
 
     def close(self, error: BaseException | None) -> None:
         """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
@@ -339,7 +344,7 @@ class Recovery:
         lets_in = error is None
         self._host.wait_for_copy()  # memory that a layout lets go reads as zeros
         while True:
-            is_code = isinstance(error, FaultError) and error.is_of_code
+            is_code = isinstance(error, FaultError) and error.is_of_code and not self._is_of_newcomers(error)
             if error is not None and (isinstance(error, TurnedAwayError) or is_code or self._membership.has_several):
                 self.is_left = True
                 if isinstance(error, TurnedAwayError):
@@ -371,6 +376,10 @@ class Recovery:
             )
             if anew := what_begins_anew([flat.spec for flat in self._sharded.parts.flats]):
                 _log.warning("%s", anew)
+
+    def _is_of_newcomers(self, error: FaultError) -> bool:
+        """Whether those at fault join here, whose scripts call something else than the others': they end."""
+        return bool(error.ranks) and self._lets_in and all(self._layout.ranks[rank] is None for rank in error.ranks)
 
     def _wait_as_spare(self, why: SpareError) -> None:
         """See [Note: spares]. If a rank is lost while this one joins, it ends, as a new one does."""
@@ -602,7 +611,7 @@ class Recovery:
             self.loop_state.note_again(self.iterations.void_after)
         self._share_change_wishes("recovered")
         self._let_former_go()
-        self.quiet.enter(self._sharded)
+        self._go_quiet()
 
     def of_whole_job(self, plan: Plan) -> tuple[Plan, SmallerMeshes]:
         """`plan`, to which these ranks change, as it is for all ranks of the job, and the smaller meshes that it has

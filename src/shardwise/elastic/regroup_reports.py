@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.comm import World
+from shardwise.comm.regrouping import OF_ENGINE
 from shardwise.errors import LostStateError
 
 IMAGES, RECOVERY = "images", "recovery"
@@ -38,11 +39,11 @@ class Report:
     """The smaller meshes that are to be taken, in order; `None` if it has not heard of a choice."""
 
     def message(self) -> bytes:
-        return json.dumps(self.__dict__).encode()
+        return OF_ENGINE + json.dumps(self.__dict__).encode()
 
     @classmethod
     def of(cls, message: bytes) -> Report:
-        fields = json.loads(message)
+        fields = json.loads(message.removeprefix(OF_ENGINE))
         versions = {int(label): of_layout for label, of_layout in fields.pop("versions").items()}
         made = {int(version): iteration for version, iteration in fields.pop("made").items()}
         results = [(one[0], one[1], one[2]) for one in fields.pop("results")]

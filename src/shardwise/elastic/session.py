@@ -207,6 +207,10 @@ class ElasticSession(Session):
         sharded.parts.gradients.before_verdict = lambda: (method := settles()) is not None and method()
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
+        lost = weakref.WeakMethod(self._has_lost_gradients)
+        sharded.parts.owner.has_lost_gradients = lambda error: (method := lost()) is not None and method(error)
+        broken = weakref.WeakMethod(self._has_lost_backward)
+        sharded.parts.owner.has_lost_backward = lambda error: (method := broken()) is not None and method(error)
         repeats, leaves_out = weakref.WeakMethod(self._is_to_repeat), weakref.WeakMethod(self.leaves_out)
         sharded.parts.owner.is_void = lambda: (method := repeats()) is not None and method()
         sharded.parts.owner.leaves_out = lambda change: (method := leaves_out()) is not None and method(change)
@@ -260,12 +264,28 @@ class ElasticSession(Session):
             self.recovery.recover(error)
 
     def _recover_read(self, error: CommError) -> bool:
-        """Recover, after code between two steps has met `error` when it read a parameter. Inside an iteration it must
-        raise: what it has computed so far would be of another."""
-        if self._iterations.is_open or self.recovery.is_left:
+        """Recover, after code of the loop has met `error` when it read a parameter: between two steps, or inside of an
+        iteration, which becomes void, such as for a term of the loss."""
+        if self._is_at_once or self.recovery.is_left:
             return False
+        self._noted_fault = None  # a backward has met the same one
         self._recover_outside(error)
         return True
+
+    def _has_lost_gradients(self, error: CommError | None) -> bool:
+        """Whether the gradients of the open iteration are void, because of what its backward has noted, or of an
+        `error` that code between backward and step has met when it read one."""
+        if self._is_at_once or not self._iterations.is_open or self.recovery.is_left:
+            return False
+        error, self._noted_fault = self._noted_fault or error, None
+        if error is not None:
+            self.recovery.recover(error)
+        return self._iterations.is_void()
+
+    def _has_lost_backward(self, error: CommError | None) -> bool:
+        """Whether a backward that is running is void. Ranks recover behind it."""
+        self._noted_fault = self._noted_fault or error
+        return self._noted_fault is not None or self._iterations.is_void()
 
     def _recover_outside(self, error: CommError) -> None:
         self.recovery.recover(error)
@@ -306,7 +326,7 @@ class ElasticSession(Session):
             for router in routers_of(self._model).values():
                 if router.loss is not None:
                     router.loss.requires_grad_()
-        return _with_grads(output) if grads else output
+        return _with_grads(output, self._quiet.give_gradients) if grads else output
 
     def in_iteration(
         self,
@@ -433,6 +453,7 @@ class ElasticSession(Session):
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         if self._iterations.is_void():
+            self._quiet.give_gradients()
             return
         try:
             self.sharded.backward(loss, weight)
@@ -766,9 +787,9 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor
 
 
-def _with_grads(output: Any) -> Any:
-    """`output` with `requires_grad`, so that the loop's backward runs; it changes nothing."""
+def _with_grads(output: Any, came: Callable[[], None]) -> Any:
+    """`output` with `requires_grad`, so that the loop's backward runs; all that it does is to call `came`."""
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.is_leaf:
-            leaf.requires_grad_()
+            leaf.requires_grad_().register_hook(lambda _: came())
     return output

@@ -136,7 +136,10 @@ def _num_states(sharded: ShardedModel) -> int:
 def _why_not(sharded: ShardedModel, membership: Membership[World]) -> str:
     """Why the others could not continue; empty if they can."""
     if membership.has_several:
-        return "this process has several engines, and each would have to go on from the same step"
+        return (
+            "this process has several engines, or a split model of load_for_inference, and each would have to go on "
+            "from the same step"
+        )
     smaller = sharded.parts.sharding.smaller
     if why := why_no_images(sharded.mesh, smaller.meshes, smaller.why_none):
         return why

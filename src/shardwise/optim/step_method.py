@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-Take = Callable[[Callable[[], Any]], Any]
+Take = Callable[[partial[Any]], Any]
 """Takes a step: is given the call that the loop made, and returns its result."""
 _GUARD = "_shardwise_guard"
 _KEPT = "_shardwise_methods"
@@ -53,9 +53,8 @@ def replaced_step(member: torch.optim.Optimizer, take: Take) -> types.MethodType
         return taken(optimizer, *args, **kwargs)
 
     def taken(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            return take(lambda: before(*args, **kwargs))
-        return take(lambda: type(optimizer).step(optimizer, *args, **kwargs))
+        call = types.MethodType(type(optimizer).step, optimizer) if before is None else before
+        return take(partial(call, *args, **kwargs))
 
     return types.MethodType(step, member)
 
@@ -118,7 +117,7 @@ class StepGuard:
         return guard if isinstance(guard, cls) else None
 
 
-def _take(member: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+def _take(member: torch.optim.Optimizer, step: partial[Any]) -> Any:
     try:
         return step()
     except BaseException:

@@ -123,12 +123,17 @@ def is_called_by_torch() -> bool:
 
 def is_called_within(module: str) -> bool:
     """Whether a function of `module`, by its name, is among those that are running on this thread."""
+    return caller_within(module) is not None
+
+
+def caller_within(module: str) -> FrameType | None:
+    """The innermost of these functions."""
     if module not in sys.modules:
-        return False
+        return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
-    return frame is not None
+    return frame
 
 
 def _caller() -> FrameType | None:

@@ -171,7 +171,8 @@ class StoreMembership(Generic[W]):
         found = self._enter_next(-1)
         is_first = all(origin is None for origin in found.origins)
         self.arrival = None if is_first else found
-        found.world.is_newcomer = not is_first
+        if not is_first:
+            found.note_newcomer()
         return found.world
 
     def regroup(self, world: W, report: bytes, *, lets_in: bool = True) -> Regrouped[W]:
@@ -198,7 +199,7 @@ class StoreMembership(Generic[W]):
         """See `Membership`."""
         found = self._enter_next(-1)
         self._is_spare = False
-        found.world.is_newcomer = True
+        found.note_newcomer()
         return found
 
     def end(self, error: BaseException | None) -> None:
@@ -349,7 +350,7 @@ class StoreMembership(Generic[W]):
         if kind == "leave" and names_me:
             self.leave()
         if (kind == "over" and opening is not None) or (kind == "entering" and names_me):
-            self._channel.send(MemberMessage("heard", self.member, generation, text=kind))
+            self._channel.send(replace(self._message("heard", kind), generation=generation))
         return kind != "end" and not (kind in ("out", "bye") and names_me)
 
     def _note(self, announcement: Announcement) -> tuple[Opening[W] | None, W | None]:

@@ -33,8 +33,8 @@ _MAX_IN_VAIN = 5
 _HAS_ASKED = "This rank has asked to leave, and the others continue."
 _IS_SPARE = "This rank's replica group has lost a rank, and the others continue without it until it is whole again."
 STOPPED_SECONDS = 0.5
-"""After this time, a member that the system has stopped, and that the others wait for, is given up: whether it had
-heard of their waiting before, or not. Profilers and debuggers stop a process for a moment, again and again."""
+"""After this time without an answer, a member that the system has stopped for half of it is given up, whatever it has
+heard before. A shorter stop may be that of a tracer, which looks at it."""
 DYING_SECONDS = 10
 """How long a member that has raised may take to end."""
 SILENT_SECONDS = 30
@@ -225,11 +225,12 @@ class Rendezvous:
             if dies_too_long(process, now):
                 self._give_up(process, "raised, and did not end")
         late = self._late()
-        stopped = [one.number for one in late if self.is_stopped(one.number, one.pid)]
+        waits_long = now - self._since > STOPPED_SECONDS / 2
+        stopped = [one.number for one in late if waits_long and self.is_stopped(one.number, one.pid)]
         self._stopped = {number: self._stopped.get(number, now) for number in stopped}
         told = self.generation, "over" if self.state == "gathering" else "entering"
         for process in late:
-            if now - self._stopped.get(process.number, now) > STOPPED_SECONDS:
+            if now - self._stopped.get(process.number, now) > STOPPED_SECONDS / 2:
                 self._give_up(process, "was stopped, and did not answer")
             elif why := too_late(process, now - self._since, has_heard=process.heard == told):
                 self._give_up(process, why)

@@ -100,6 +100,11 @@ class Home(Source, Protocol):
         """How often a gradient counts that does not come through the model."""
         ...
 
+    @property
+    def has_lost_backward(self) -> Callable[[CommError | None], bool]:
+        """See `Owner.has_lost_backward`."""
+        ...
+
     def added_up(self, of_part: Tensor) -> Tensor:
         """The sum over the unsplit tensor, from that over the part that `opened` yields. All ranks call."""
         ...

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from shardwise.system.marked import Marked
 from shardwise.system.torch_private import is_transforming
 
 Tensor = torch.Tensor
+Result = TypeVar("Result")
 CALLED_BY_TORCH = {"torch_function": "an access to a parameter"}
 """See `comm/watch/journal.py`."""
 
@@ -69,6 +70,11 @@ class Owner:
         self.on_fault: Callable[[CommError], bool] = lambda _: False
         """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether
         it can be read now, from its present home."""
+        self.has_lost_gradients: Callable[[CommError | None], bool] = lambda _: False
+        """Whether gradients mean nothing any more, as the step is taken again: because of a fault that was met before,
+        or of this one, which reading one has met. They are zeros then."""
+        self.has_lost_backward: Callable[[CommError | None], bool] = lambda _: False
+        """The same inside of a backward, which reads a parameter for a term of the loss."""
         self.unfrozen: set[str] = set()
         """Parameters that were frozen when the plan was made and are now meant to train."""
         self.assigned: set[ParamHome] = set()
@@ -83,6 +89,17 @@ class Owner:
         self._types: dict[type, type] = {}
         for flat in self._flats:
             flat.guard.begin(flat.params, self._resting_type)
+
+    def unless_lost(self, work: Callable[[], Result], lost: Result) -> Result:
+        """The result of `work`, or `lost` if gradients mean nothing any more."""
+        if self.has_lost_gradients(None):
+            return lost
+        try:
+            return work()
+        except CommError as error:
+            if not self.has_lost_gradients(error):
+                raise
+            return lost
 
     def close(self) -> None:
         """Called when the engine is closed. Parameters that are whole become plain again; accesses to others raise, and
@@ -214,6 +231,10 @@ class ParamHome:
     def weight_outside(self) -> float:
         return self._owner.weights_outside.get(self.name, 1.0)
 
+    @property
+    def has_lost_backward(self) -> Callable[[CommError | None], bool]:
+        return self._owner.has_lost_backward
+
     def require_open(self) -> None:
         if self._owner.is_closed:
             raise StateError(
@@ -327,13 +348,17 @@ class ParamHome:
     # -- its gradient -----------------------------------------------------------------------------------
 
     def gradient(self) -> Whole | None:
-        if not self._owner.gradients.has(self._flat, self._index):
+        """A loop that reads it behind its backward expects one, also where ranks have been lost since."""
+        owner, flat = self._owner, self._flat
+        has = owner.unless_lost(lambda: owner.gradients.has(flat, self._index), None)
+        if has is None:
+            return self._whole_gradient(self.param.dtype) if flat.spec.trainable else None
+        if not has:
             return None
         self.require_gradient_kept()
-        return self._whole_gradient()
+        return self._whole_gradient(owner.gradients.piece(flat, self._index).dtype)
 
-    def _whole_gradient(self) -> Whole:
-        dtype = self._owner.gradients.piece(self._flat, self._index).dtype
+    def _whole_gradient(self, dtype: torch.dtype) -> Whole:
         like = torch.empty(self.slot.shape, dtype=dtype, device="meta")
         source, present = self._present_gradient()
         return Whole(present.memory(source), (), like, self._flat.device)
@@ -367,12 +392,15 @@ class ParamHome:
             raise ModelError(
                 f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}. Give a floating-point one."
             )
+        self._owner.unless_lost(lambda: self._set_gradient(value), None)
+
+    def _set_gradient(self, value: Tensor | None) -> None:
         gradients = self._owner.gradients
         source, present = self._present_gradient()
         if isinstance(value, Whole) and value.memory is present.memory(source) and not value.is_view:
             return
         if value is not None and gradients.has(self._flat, self._index):
-            present.leave(source, lambda: self._whole_gradient().clone())
+            present.leave(source, lambda: self._whole_gradient(gradients.piece(self._flat, self._index).dtype).clone())
         given = value.plain() if isinstance(value, Marked) else value
         gradients.assign(self._flat, self._index, given.clone() if isinstance(given, Resting | Whole) else given)
         if value is not None:
@@ -450,8 +478,8 @@ class GradSource:
         if self.owner.share is not None:
             self.owner.share.note_written(self.flat.slots[self.index].name)
 
-    def recover(self, error: CommError) -> bool:  # noqa: ARG002
-        return False  # gradients go with the step that is repeated
+    def recover(self, error: CommError) -> bool:
+        return self.owner.has_lost_gradients(error)
 
     @property
     def gathers_again(self) -> None:
@@ -459,6 +487,10 @@ class GradSource:
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
+        if self.owner.has_lost_gradients(None):
+            slot = self.flat.slots[self.index]
+            yield torch.zeros(slot.shape, dtype=self.flat.params[self.index].dtype, device=self.flat.device)
+            return
         self._require_current()
         whole = self.owner.access.read_part(self.flat.slots[self.index].name, "grad")
         assert whole is not None
@@ -466,9 +498,12 @@ class GradSource:
 
     def take_over(self, values: Tensor) -> None:
         self._note_written()
-        self.owner.gradients.assign(self.flat, self.index, values)
+        self.owner.unless_lost(lambda: self.owner.gradients.assign(self.flat, self.index, values), None)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return self.owner.unless_lost(lambda: self._scaled(func, args, kwargs), lost=True)
+
+    def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         self._require_current()
         self._note_written()
         piece = self.owner.gradients.piece(self.flat, self.index)
@@ -479,8 +514,11 @@ class GradSource:
         return True
 
     def norm(self, norm_type: float) -> float | None:
+        return self.owner.unless_lost(lambda: self._norm(norm_type), 0.0) if norm_type > 0 else None
+
+    def _norm(self, norm_type: float) -> float:
         self._require_current()
-        return self.owner.gradients.norms(self.flat, self.index, norm_type) if norm_type > 0 else None
+        return self.owner.gradients.norms(self.flat, self.index, norm_type)
 
     def refuse(self, what: str) -> NoReturn:
         raise StateError(

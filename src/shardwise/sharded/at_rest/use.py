@@ -19,6 +19,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -262,7 +263,7 @@ def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Te
         return {source: stack.enter_context(source.opened()) for source in sources}
     except CommError as error:
         stack.close()
-        if not next(iter(sources)).recover(error):
+        if not any(source.recover(error) for source in sources):
             raise
         return None
 
@@ -356,20 +357,29 @@ def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | W
         home = by_storage.get(_storage_of(tensor))
         if home is None:
             return tensor
-        return home, home.param._version, tensor.size(), tensor.stride(), tensor.storage_offset()
+        place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return home, home.has_lost_backward, home.param._version, place
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        home, version, size, stride, offset = packed
+        home, has_lost, version, place = packed
+        nothing = partial(torch.zeros, place[0], dtype=home.param.dtype, device=home.param.device)
+        if has_lost(None):  # a rank is gone since, and the parameter may have another home
+            return nothing()
         if counts and home.param._version != version:
             raise StateError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{home.name} was at version {version} when it was used, and is at version {home.param._version} now. "
                 f"Write to it before the forward or after the backward, or use a copy: param.clone()."
             )
-        home.reach()
-        view: Tensor = home.seen(size, stride, offset)
+        try:
+            home.reach()
+        except CommError as error:
+            if has_lost(error):
+                return nothing()
+            raise
+        view: Tensor = home.seen(*place)
         return view
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -44,7 +44,8 @@ class _Lent:
     number: int
     slot: int
     indices: list[int]
-    block: Block
+    block: Block | None
+    """`None` for a short message, which is in the slot."""
     is_read: bool = False
 
 
@@ -153,16 +154,30 @@ class Neighbours:
         """
         indices = [self._index_of[reader] for reader in readers]
         to = indices[0] if to_one else TO_ALL
+
+        def put() -> tuple[int, Block]:
+            found = self._arena.find(tensor)
+            assert found is not None, "only memory of buffer() can be offered"
+            block, start = found
+            block.pins += 1
+            return self._own.put(tag, to, block.offset, block.num_bytes, start, tensor.nbytes), block
+
+        return self._lend(indices, put)
+
+    def tell(self, message: bytes, tag: int, readers: Sequence[int]) -> None:
+        """Let `readers`, ranks that await `tag`, hear a short message."""
+        indices = [self._index_of[reader] for reader in readers]
+        self._lend(indices, lambda: (self._own.put(tag, TO_ALL, message=message), None))
+
+    def _lend(self, indices: list[int], put: Callable[[], tuple[int, Block | None]]) -> int:
+        """Call `put`, under the lock, when a slot is free. It returns the slot, and the block that is lent with it.
+        Returns the offer's number."""
         while True:
             with self._lock:
                 if self._own.is_full:
                     self._tidy()
                 if not self._own.is_full:
-                    found = self._arena.find(tensor)
-                    assert found is not None, "only memory of buffer() can be offered"
-                    block, start = found
-                    slot = self._own.put(tag, to, block.offset, block.num_bytes, start, tensor.nbytes)
-                    block.pins += 1
+                    slot, block = put()
                     self._num_offers += 1
                     self._lent.append(_Lent(self._num_offers, slot, indices, block))
                     return self._num_offers
@@ -198,6 +213,15 @@ class Neighbours:
         use(view[offer.start : offer.start + offer.num_bytes])
         offer_table.mark(offer.slot, me)
         self._own.notify()
+
+    def hear(self, rank: int, tag: int) -> bytes:
+        """Wait for the short message that `rank` tells under `tag`."""
+        offer_table, me = self._offer_tables[rank], self._index_of[self.rank]
+        slot = self.wait_for(rank, lambda: offer_table.find(tag, me)).slot
+        message = offer_table.message(slot)
+        offer_table.mark(slot, me)
+        self._own.notify()
+        return message
 
     def wait_for(self, rank: int, look: Callable[[], Found | None]) -> Found:
         """The first result of `look` that is not `None`; called again whenever `rank` notifies. Raises `LinkError` if
@@ -243,7 +267,8 @@ class Neighbours:
                 if self._own.is_read(lent.slot, lent.indices):
                     lent.is_read = True
                     self._own.clear(lent.slot)
-                    lent.block.pins -= 1
+                    if lent.block is not None:
+                        lent.block.pins -= 1
                 else:
                     still.append(lent)
             self._lent = still

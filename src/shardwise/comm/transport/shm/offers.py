@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
 from shardwise.comm.transport.shm.file import Mapping, whole_pages
 from shardwise.comm.transport.shm.futex import Futex
 
@@ -27,7 +28,8 @@ TO_ALL = -1
 
 
 class Offer(NamedTuple):
-    """Bytes `start` to `start + num_bytes` of a block, to be read by one rank or by all that know the tag."""
+    """Bytes `start` to `start + num_bytes` of a block, to be read by one rank or by all that know the tag; or a short
+    message in the table itself, of which only the slot means something."""
 
     slot: int
     offset: int
@@ -37,7 +39,7 @@ class Offer(NamedTuple):
 
 
 def offer_table_bytes(num_ranks: int) -> int:
-    return whole_pages(_WORD_BYTES + NUM_OFFERS * (_FIELDS * 8 + num_ranks))
+    return whole_pages(_WORD_BYTES + NUM_OFFERS * (_FIELDS * 8 + SHORT_MESSAGE_BYTES + num_ranks))
 
 
 class OfferTable:
@@ -48,7 +50,10 @@ class OfferTable:
         self.changes = Futex(mapped)
         table = np.frombuffer(memoryview(mapped), np.int64, NUM_OFFERS * _FIELDS, _WORD_BYTES)
         self._offers = table.reshape(NUM_OFFERS, _FIELDS)
-        marks = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)
+        start = _WORD_BYTES + table.nbytes
+        messages = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * SHORT_MESSAGE_BYTES, start)
+        self._messages = messages.reshape(NUM_OFFERS, SHORT_MESSAGE_BYTES)
+        marks = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * num_ranks, start + messages.nbytes)
         self._marks = marks.reshape(NUM_OFFERS, num_ranks)
         self._tags = self._offers[:, 0]
         self._versions = self._offers[:, 6]
@@ -64,13 +69,24 @@ class OfferTable:
     def is_full(self) -> bool:
         return not self._unused
 
-    def put(self, tag: int, to: int, offset: int, block_bytes: int, start: int, num_bytes: int) -> int:
-        """Write an offer. `to` is the index of its reader, or `TO_ALL`."""
+    def put(
+        self,
+        tag: int,
+        to: int,
+        offset: int = 0,
+        block_bytes: int = 0,
+        start: int = 0,
+        num_bytes: int = 0,
+        message: bytes = b"",
+    ) -> int:
+        """Write an offer, or a short `message`. `to` is the index of its reader, or `TO_ALL`."""
         slot = self._unused.pop()
         self._versions[slot] += 1
         self._order()
         self._marks[slot] = 0
         self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
+        if message:
+            self._messages[slot] = np.frombuffer(message, np.uint8)
         self._order()
         self._versions[slot] += 1
         self._tags[slot] = tag
@@ -104,6 +120,11 @@ class OfferTable:
             if is_same and to in (TO_ALL, reader) and not is_read:
                 return Offer(slot, *where)
         return None
+
+    def message(self, slot: int) -> bytes:
+        """The short message that was found there. It stays until all have marked it."""
+        message: bytes = self._messages[slot].tobytes()
+        return message
 
     def mark(self, slot: int, reader: int) -> None:
         """`reader` has finished with it. It has to notify through its own table."""

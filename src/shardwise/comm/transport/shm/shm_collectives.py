@@ -140,7 +140,28 @@ class Shared:
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         if not self._is_near(group):
             return self._pairs.exchange(message, group, subject)
-        return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
+
+        def gather(full: Tensor) -> None:
+            self._gather("exchange", full, group, subject).wait()
+
+        return exchange(message, group, gather, lambda head: self._swap(head, group, subject))
+
+    def _swap(self, head: bytes, group: Group, subject: str) -> list[bytes]:
+        """What every rank passes, by place. It is in the tables of offers: of two ranks each takes 70 us of processor
+        time for that, and 206 for a block of memory and a tensor of it; of four 119, and 310."""
+        entry = self.journal.enter("exchange", group, len(group.ranks) * len(head), torch.uint8, subject)
+        heads = [head] * len(group.ranks)
+        readers = [rank for _, rank in group.others]
+        if readers:
+            self._count("exchange", group, len(readers) * len(head))
+            self._neighbours.tell(head, entry.tag, readers)
+
+            def hear() -> None:
+                for index, rank in group.others:
+                    heads[index] = self._neighbours.hear(rank, entry.tag)
+
+            self._work(entry, hear).wait()
+        return heads
 
     def overlaps_compute(self, group: Group) -> bool:
         return not self._is_near(group) and self._pairs.overlaps_compute(group)
