@@ -932,7 +932,7 @@ def _with_aside(marks: Sequence[Mark], factors: Mapping[Moment, int]) -> Iterato
     aside = 0
     for mark in marks:
         before, after = _above(mark, aside), _above(mark, aside + factors.get(mark.moment, 0))
-        yield replace(after, peak_bytes=max(before.peak_bytes, after.live_bytes), peaks=before.peaks)
+        yield after._replace(peak_bytes=max(before.peak_bytes, after.live_bytes), peaks=before.peaks)
         aside += factors.get(mark.moment, 0)
 
 
