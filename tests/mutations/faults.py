@@ -830,8 +830,8 @@ ELASTIC = _of(
     ),
     (
         "a stopped member is waited for if it has heard of the others' waiting",
-        "if self.is_stopped(one.number, one.pid)]",
-        "if one.heard[0] < self.generation and self.is_stopped(one.number, one.pid)]",
+        "if waits_long and self.is_stopped(one.number, one.pid)]",
+        "if waits_long and one.heard[0] < self.generation and self.is_stopped(one.number, one.pid)]",
         "rendezvous",
     ),
     (

@@ -18,7 +18,7 @@ from shardwise.parallel.pipeline import WeightGrads
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from tests.models import Decoder, Stack
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 NUM_BLOCKS = 6
 STAGES = [["tokens", "blocks.0", "blocks.1"], ["blocks.2"], ["blocks.3"], ["blocks.4"], ["blocks.5", "norm", "head"]]
@@ -244,6 +244,7 @@ def test_most_ranks_of_a_pipeline_are_left_out(case: str, monkeypatch: pytest.Mo
     assert max(rehearsed) == num_ranks * chunks - 1
 
 
+@thorough_only("slow; tests beside it have other stages of which few do not tell")
 @sampled
 @pytest.mark.parametrize("build", [Remembers, Between])
 def test_no_rank_is_left_out_where_others_do_not_tell(build: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ def test_fill_has_nearly_all_that_a_recorded_day_admits(all_or_nothing: bool) ->
     _never_slower_for_long(job)
 
 
+@sampled
 @pytest.mark.parametrize("is_predicted", [False, True])
 def test_gain_has_of_a_recorded_day_what_is_worth_having(is_predicted: bool) -> None:
     """Of more than 16 ranks each does less than its share. Predicted, they are never asked for; measured, they are
@@ -353,6 +354,7 @@ def test_one_rank_that_is_replaced_changes_no_request() -> None:
 
 
 @varies
+@sampled
 @pytest.mark.parametrize("error", [0.058, 0.02])
 @pytest.mark.parametrize("is_predicted", [False, True])
 def test_a_noisy_job_at_the_limit_neither_grows_nor_shrinks_for_ever(is_predicted: bool, error: float) -> None:

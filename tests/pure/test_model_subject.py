@@ -266,6 +266,7 @@ def test_a_bound_needs_no_rehearsal_of_each_treatment() -> None:
     assert subject.least(kept).seconds > 50 * bounds[0], "messages within layers count"
 
 
+@thorough_only("seconds of searching; tests beside it have the other bounds")
 @sampled
 @pytest.mark.parametrize("build", [Decoder, Spares])
 @pytest.mark.parametrize("link", [1e8, 25e9])

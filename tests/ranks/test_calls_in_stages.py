@@ -151,6 +151,7 @@ OF_SAMPLES = ("mean", "negatives", "batch norm", "spread", "written", "assigned"
 BY_NUMBER = ("divided", "divided by a tensor", "backward by number", "backward by mean", "hook")
 
 
+@sampled
 @pytest.mark.parametrize("how", [*OF_SAMPLES, *BY_NUMBER])
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,6 +102,7 @@ POINTS = {
 }
 
 
+@thorough_only("eight ranks")
 def test_a_rehearsal_of_a_loss_over_tokens_sends_nothing(tmp_path: Path) -> None:
     """Before the first step stages are run on tensors without values. What `mean_over_tokens` sent of them lay in the
     buffers of later messages."""

@@ -28,7 +28,7 @@ from tests.ranks.lost_groups import AXES, NUM_STEPS, PRESETS, ROWS, DiesBefore, 
 from tests.ranks.test_buddies import HostDiesAt
 from tests.ranks.test_lost_ranks import adamw, assert_same_values
 from tests.ranks.threads_as_members import ThreadMembership, run_members
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 plan_of = AXES["pp"].plan
@@ -231,6 +231,7 @@ def test_calls_of_the_model_are_refused_and_name_whole_steps(tmp_path: Path) -> 
         assert "In a job that goes on when ranks are lost, use engine.train_step(batch)" in one
 
 
+@thorough_only("slow; smaller tests have each of its parts")
 def test_a_checkpoint_after_a_rank_has_taken_other_stages(tmp_path: Path) -> None:
     """It has the states and groups of the whole model, and a plan without stages resumes it."""
     folder, images = tmp_path / "checkpoints", tmp_path / "images"

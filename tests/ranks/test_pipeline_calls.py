@@ -6,16 +6,16 @@ from pipelined import batches
 from twins import adamw
 
 import shardwise as sw
-from benchmarks.calls import OWN, calls_during
+from benchmarks.calls import MESSAGES, OWN, calls_during
 from shardwise.testing import run_ranks
 from tests.models import Decoder
 
 MICRO_BATCHES, MORE_BLOCKS = 4, 2
-MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 66, 285
+MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 62, 228
 """Of these, 22 take in the gradients of a block's eleven parameters. They were 169 and 463 before each event of a unit
 that comes next in the program was taken first, 73 and 292 before whole parameters stayed awake for a whole step, and 61
-and 293 while contexts and trees were made that hold nothing. They are 57 and 257, and more where a rank looks for a
-message several times because the other one is late."""
+and 293 while contexts and trees were made that hold nothing. Looks for messages, of which there are more where the other
+rank is late, were counted too then; without them a micro-batch has 225."""
 
 
 def test_a_block_and_a_micro_batch_cost_few_calls() -> None:
@@ -40,7 +40,7 @@ def calls_of_a_step(num_blocks: int, num_micro_batches: int) -> list[int]:
                 engine.train_step((x, y))
 
             def calls() -> int:
-                num = calls_during(lambda: engine.forward_backward((x, y)), within=OWN)
+                num = calls_during(lambda: engine.forward_backward((x, y)), within=OWN, but=MESSAGES)
                 engine.step()
                 return num
 

@@ -780,6 +780,7 @@ def alternating(model: nn.Module, step: int) -> None:
         block.requires_grad_((place < 2) == (step % 2 == 0))
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("freeze", [frozen_below, alternating], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("whole_steps", [False, True])
