@@ -14,8 +14,8 @@ MICRO_BATCHES, MORE_BLOCKS = 4, 2
 MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 62, 228
 """Of these, 22 take in the gradients of a block's eleven parameters. They were 169 and 463 before each event of a unit
 that comes next in the program was taken first, 73 and 292 before whole parameters stayed awake for a whole step, and 61
-and 293 while contexts and trees were made that hold nothing. Looks for messages, of which there are more where the other
-rank is late, were counted too then; without them a micro-batch has 225."""
+and 293 while contexts and trees were made that hold nothing. Looks for messages, of which there are more where the
+other rank is late, were counted too then; without them a micro-batch has 225."""
 
 
 def test_a_block_and_a_micro_batch_cost_few_calls() -> None:
