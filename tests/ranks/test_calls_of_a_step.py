@@ -3,16 +3,23 @@ hundreds."""
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from twins import adamw
 
 import shardwise as sw
 from benchmarks.calls import OWN, calls_during
 from benchmarks.overhead_rank import BATCH, DIM, Block, ours
+from shardwise.memory import Flat, FlatGradients
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.ranks.threads_as_members import run_members
 
 NUM_RANKS, FEW, MANY = 2, 4, 24
@@ -83,3 +90,73 @@ def test_a_step_of_small_blocks_costs_no_more_than_it_did(preset: str) -> None:
     for _ in range(4):
         step()
     assert calls_during(step, within=OWN) <= MOST_OF_SMALL_BLOCKS[preset]
+
+
+class Resting(nn.Linear):
+    """Lets its parameters rest in its last backward, before their gradients come."""
+
+    num_left = 4
+    flats: Sequence[Flat] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.rest())
+        return y.clone()
+
+    def rest(self) -> None:
+        self.num_left -= 1
+        for flat in () if self.num_left else self.flats:
+            flat.guard.rest()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what", "num_taken"),
+    [
+        ("1f1b", "", (1, 1)),
+        ("1f1b", "weighs", (4, 4)),
+        ("1f1b", "rests", (1, 1)),
+        ("interleaved", "", (1, 1)),
+        ("zb-h1", "", (1, 4)),
+    ],
+)
+def test_autograd_adds_gradients_of_later_micro_batches(
+    schedule: str, what: str, num_taken: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they stay in its tensors, none waits for the second half of a backward (under zb-h1 those of the last rank
+    do), and all count alike. Parameters have no `grad` of autograd's afterwards."""
+    num_stages, taken, plain = 4 if schedule == "interleaved" else 2, Counter[str](), FlatGradients.arrive
+
+    def arrive(self: FlatGradients, index: int, grad: torch.Tensor, is_last: bool = True) -> bool:
+        taken[threading.current_thread().name] += 1
+        if what == "weighs":
+            self.weigh(1.0)  # what comes next may count otherwise
+        return plain(self, index, grad, is_last)
+
+    monkeypatch.setattr(FlatGradients, "arrive", arrive)
+    torch.manual_seed(0)
+    kind = Resting if what == "rests" else nn.Linear
+    layers, x = nn.Sequential(*(kind(8, 8) for _ in range(num_stages))), torch.randn(4, 8)
+    models = [copy.deepcopy(layers) for _ in range(2)]
+    for part in x.split(1):
+        (layers(part).square().mean() / 4).backward()
+    plan = {"preset": "ddp", "mesh": {"pp": 2}, "accumulate": 4, "pipeline": {"schedule": schedule}}
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            own = list(model.parameters())
+            for step in range(3):  # recorded, and then followed
+                taken[f"rank {world.rank}"] = 0
+                for layer in model:
+                    layer.num_left, layer.flats = 4, inside.flats(engine)
+                engine.forward_backward(x, loss_fn=lambda y: y.square().mean())
+                if step:
+                    assert taken[f"rank {world.rank}"] == num_taken[world.rank] * len(own)
+                with torch._C.DisableTorchFunctionSubclass():
+                    assert all(param.grad is None for param in own)
+                for name, param in layers.named_parameters():
+                    torch.testing.assert_close(engine.get(name, "grad"), param.grad)
+                engine.zero_grad()
+
+    run_ranks(2, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import errno
 import gc
 import json
@@ -11,14 +12,16 @@ import mmap
 import os
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from twins import assert_same, batches, engine_step, full_params, plain_run, sharded_run, work_on_ranks
+from twins import adamw, assert_same, batches, engine_step, full_params, plain_run, sharded_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.comm.transport.shm import futex, neighbours
@@ -27,6 +30,8 @@ from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.transport.shm.offers import NUM_OFFERS, TO_ALL, OfferTable, offer_table_bytes
 from shardwise.errors import CommError, StateError
+from shardwise.memory import flat_gradients
+from shardwise.system.pages import bring
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
@@ -37,6 +42,16 @@ Tensor = torch.Tensor
 pytestmark = [sampled, pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
 CPU = torch.device("cpu")
 MESH = {"node": 2, "local": 2}
+MADV_POPULATE_READ = 22
+
+
+def _can_bring() -> bool:
+    """Whether the system maps pages in one call: Linux from 5.14 on."""
+    page = mmap.mmap(-1, PAGE)
+    return ctypes.CDLL(None).madvise(ctypes.byref(ctypes.c_char.from_buffer(page)), PAGE, MADV_POPULATE_READ) == 0
+
+
+in_one_call = pytest.mark.skipif(not _can_bring(), reason="the system maps no pages in one call")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +146,103 @@ def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: T
     for is_whole, pages in engines(2, model, work):
         assert is_whole
         assert pages == 0
+
+
+class Looking(nn.Module):
+    """Notes how many pages of its weight are there when it begins to compute, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+        self.present: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look()
+        y: Tensor = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.look())
+        return y.relu()  # whose backward is the unit's first
+
+    def look(self) -> None:
+        self.present.append(_num_present(self.layer.weight))
+
+
+@in_one_call
+def test_pages_of_a_unit_are_there_before_they_are_read() -> None:
+    """Those of the last unit, too, which go while the loss is computed."""
+    x, models = torch.ones(2, 512), [nn.Sequential(Looking(), Looking()) for _ in range(2)]
+
+    def rank(world: sw.World) -> list[list[int]]:
+        model = models[world.rank]
+        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
+            for _ in range(3):  # then the program is followed
+                engine.backward(engine(x).sum())
+                engine.step()
+        return [layer.present for layer in model]  # type: ignore[misc]  # they are `Looking`
+
+    num_pages = 512 * 512 * 4 // PAGE
+    for layers in run_ranks(2, rank):
+        for present in layers:
+            assert len(present) == 6
+            assert all(found >= num_pages for found in present)
+
+
+@in_one_call
+def test_pages_of_neighbours_are_there_before_they_are_read() -> None:
+    """Only those that are."""
+
+    def rank(world: sw.World) -> list[int]:
+        near, seen = world._host._neighbours, list[int]()  # type: ignore[attr-defined]
+
+        def use(given: Tensor) -> None:
+            seen.extend((given.numel() // PAGE, _num_present(given)))
+            assert bool((given == 1 - world.rank).all())
+
+        for tag, part in enumerate((lambda whole: whole[: 2**19], None)):
+            near.offer(near.buffer(2**20).fill_(world.rank), tag, [1 - world.rank])
+            near.take(1 - world.rank, tag, use, part)
+            world.barrier()
+            near.rest(keeps_some=True)
+        left = sum(_num_present(view.whole) for view in near._mapped.values() if len(view.whole) == 2**20)
+        return [*seen, left]
+
+    assert run_ranks(2, rank) == [[128, 128, 256, 256, 0]] * 2
+
+
+@in_one_call
+def test_pages_are_made_in_one_call_to_be_written() -> None:
+    memory = bytes_of(SharedFile.create().map(0, 2**20))
+    small, large = memory[: 2**16], memory[2**19 :]
+    memory[-1] = 7
+    bring(small, to_write=True)
+    assert _num_present(small) == 0, "a few faults take less"
+    bring(large, to_write=True)
+    assert (_num_present(large), _num_present(memory)) == (128, 128)
+    assert memory[-1] == 7
+
+
+def test_pages_of_new_memory_for_gradients_are_made_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under zero2 memory stays from step to step, as parameters do."""
+    made: Counter[str] = Counter()
+    models = [nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False)) for _ in range(2)]
+
+    def note(view: Tensor, *, to_write: bool) -> None:
+        assert to_write
+        made[threading.current_thread().name] += view.numel()
+
+    monkeypatch.setattr(flat_gradients, "bring", note)
+
+    def rank(world: sw.World, preset: str) -> None:
+        model = copy.deepcopy(models[world.rank])
+        with sw.shard(model, preset, optimizer=adamw(model), world=world) as engine:
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 512)).sum())
+                engine.step()
+
+    run_ranks(2, partial(rank, preset="zero2"))
+    assert not made
+    run_ranks(2, partial(rank, preset="zero3"))
+    assert made == {f"rank {number}": 3 * 2 * 512 * 1024 for number in range(2)}
 
 
 def _num_present(tensor: Tensor) -> int:

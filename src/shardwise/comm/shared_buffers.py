@@ -37,12 +37,17 @@ class SharedBuffer(Protocol):
         """Discard what this rank has written to `whole`, and free its pages."""
         ...
 
-    def relax(self) -> None:
-        """Free pages of `whole` while it is not being read, if this rank has written to none. It stays readable."""
+    def relax(self) -> bool:
+        """Free pages of `whole` while it is not being read, if this rank has written to none. It stays readable.
+        Whether to call `resume` before it is read again."""
+        ...
+
+    def resume(self) -> None:
+        """All of `whole` is about to be read again."""
         ...
 
     def wait_closed(self) -> None:
-        """Block until `whole` can be read."""
+        """Block until `whole` can be read, all of which is about to be."""
         ...
 
     def let_go(self) -> None:

@@ -111,6 +111,8 @@ class Flat:
         self.shared: SharedBuffer | None = None
         """Where the parameters rest, if that is shared memory; set before the first values."""
         self._keeps_pages = False
+        self.is_relaxed = False
+        """Whether its pages have gone while it is whole, and come in one call when it is read."""
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
         """Memory for what is sent in place: parameters that are updated in parts."""
@@ -413,7 +415,13 @@ class Flat:
         """The whole buffer will not be read for a while: in shared memory its pages may go meanwhile, and it stays
         whole. So with the last unit, whose backward follows its forward but for the loss, where memory peaks."""
         if self.shared is not None and self.state is READY:
-            self.shared.relax()
+            self.is_relaxed = self.shared.relax()
+
+    def resume(self) -> None:
+        """The whole buffer, which was relaxed, is about to be read."""
+        self.is_relaxed = False
+        if self.shared is not None:
+            self.shared.resume()
 
     def hold(self) -> None:
         """Keep the part of `full` that is held until the backward. In shared memory it exists anyway, but is still

@@ -14,7 +14,9 @@ from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
 from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due, stay_as_made
 from shardwise.system.even_parts import even_start
+from shardwise.system.pages import bring
 from shardwise.system.telemetry import ByteMeter
+from shardwise.system.torch_private import DisableTorchFunctionSubclass
 
 Tensor = torch.Tensor
 
@@ -64,6 +66,10 @@ class FlatGradients:
         self.have_come = False
         """Whether any gradient has come since this was set to false; used when several backwards are reduced
         together."""
+        self.summed: list[Tensor | None] = [None] * len(slots)
+        """Gradients that autograd adds to: see [Note: sums by autograd] in `fresh.py`."""
+        self._summing: list[Tensor] = []
+        """The parameters of which they are the `grad`."""
         self._num_slots = self.num_to_come = len(slots)
         """The number of parameters, and of those whose gradient is still to come in the running backward."""
         self.are_left: Callable[[], bool] = lambda: False
@@ -127,6 +133,7 @@ class FlatGradients:
 
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that come from here on; see [Note: weights] in `comm/weighing.py`."""
+        self.end_sums()
         self._scale = self._unweighed * weight
         self._is_scaled = self._scale not in (0.0, 1.0)
         """Whether gradients are multiplied by it: else they are taken as they are, or count for nothing."""
@@ -155,24 +162,54 @@ class FlatGradients:
                 self._add(view, grad, alpha=self._scale)
             elif self._scale:
                 self._add(view, grad)
-        elif self._is_widened and self._is_scaled:
-            put_scaled(view, grad, self._scale)
-        elif self._is_scaled:
-            torch.mul(grad, self._factor, out=view)
-        elif self._scale:
-            view.copy_(grad)
-        else:  # a stand-in's gradient counts for nothing, whatever it is: nan times zero is nan
-            view.zero_()
+        else:
+            if fresh.is_new:
+                bring(view, to_write=True)
+            if self._is_widened and self._is_scaled:
+                put_scaled(view, grad, self._scale)
+            elif self._is_scaled:
+                torch.mul(grad, self._factor, out=view)
+            elif self._scale:
+                view.copy_(grad)
+            else:  # a stand-in's gradient counts for nothing, whatever it is: nan times zero is nan
+                view.zero_()
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
         if is_last and not self._has_come[index]:
             self._has_come[index] = True
             self.num_to_come -= 1
         return not self.num_to_come
 
+    def leave(self, index: int, grad: Tensor, param: Tensor) -> bool:
+        """Whether `grad`, which has arrived, may be that of `param`, for autograd to add to: see [Note: sums by
+        autograd] in `fresh.py`. Only until `end_sums`."""
+        if self._scale != 1.0 or not isinstance(self.fresh, LooseGradients) or self.fresh.views[index] is not grad:
+            return False
+        self.summed[index] = grad
+        self._summing.append(param)
+        return True
+
+    def count(self, index: int, is_last: bool) -> bool:
+        """As `arrive`, of a gradient that autograd has added."""
+        self.have_come = True
+        if is_last and not self._has_come[index]:
+            self._has_come[index] = True
+            self.num_to_come -= 1
+        return not self.num_to_come
+
+    def end_sums(self) -> None:
+        """Parameters have no `grad` of autograd's any more."""
+        with DisableTorchFunctionSubclass():  # at rest `grad` is a property
+            for param in self._summing:
+                param.grad = None
+        self._summing = []
+        self.summed[:] = [None] * self._num_slots
+
     def _take_in_parts(self, fresh: FreshGradients, index: int, grad: Tensor) -> None:
         """Store the gradient of a parameter that lies in two chunks; see [Note: own chunks] in `fresh.py`."""
         parts = fresh.parts(index)
         for view, part in zip(parts, grad.reshape(-1).split_with_sizes([len(one) for one in parts]), strict=True):
+            if fresh.is_new and not self._in_fresh[index]:
+                bring(view, to_write=True)
             if self._scale == 0.0:
                 if not self._in_fresh[index]:
                     view.zero_()
@@ -224,7 +261,8 @@ class FlatGradients:
             if self._own_places is None or self._own_places.span != self.own_span:
                 self._own_places = OwnPlaces.of(self._places, self.own_span)
             own = OwnChunk(self._own_places, self.sum_memory(self.own_span.numel, dtype))
-        return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places, own)
+        is_new = own is not None and not self.spec.resident  # else memory is kept from step to step
+        return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places, own, is_new=is_new)
 
     def take_back(self, fresh: FreshGradients) -> None:
         """`fresh` has been summed elsewhere and is no longer read: a later backward uses its memory again."""
@@ -257,6 +295,8 @@ class FlatGradients:
 
     def close_fresh(self) -> FreshGradients | LooseGradients | None:
         """What the backward left, with zeros for parameters that it did not reach."""
+        if self._summing:
+            self.end_sums()
         fresh, self.fresh = self.fresh, None
         if fresh is None:
             return None

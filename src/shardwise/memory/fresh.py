@@ -15,6 +15,11 @@ the dearest, a chunk less. A parameter that lies in two chunks has its gradient 
 data parallelism or on one rank, they need not lie side by side. On a CPU the first gradient of a parameter stays in the
 tensor that autograd has made, as in plain PyTorch, and later ones are added to it. Not on devices: it is not
 measured there, and a CUDA graph would write again to the gradients that it has returned.
+
+[Note: sums by autograd] Within a schedule such a gradient is the parameter's `grad`, too: autograd adds those of later
+micro-batches to it, as in plain PyTorch, and we only count them. To take each, have Python add it, and leave the
+parameter none, 400 times in a step, was the most that a schedule took beyond torch's own. It ends with the schedule,
+and where what comes next is to count for another weight.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.plan.placement import Slot, Span
+from shardwise.system.heap import HEAP_BLOCK_BYTES
 
 Tensor = torch.Tensor
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -75,7 +81,10 @@ class FreshGradients:
     part lies in it have no view, and are taken in by `parts`.
     """
 
-    def __init__(self, memory: Tensor, places: Sequence[Place], own: OwnChunk | None = None) -> None:
+    def __init__(
+        self, memory: Tensor, places: Sequence[Place], own: OwnChunk | None = None, *, is_new: bool = False
+    ) -> None:
+        """`is_new`: pages of it, and of `own`, may have to be made."""
         first = memory.storage_offset()
         self.memory, self.own = memory, own
         self.views: list[Tensor | None]
@@ -87,6 +96,8 @@ class FreshGradients:
                 None if one is None else memories[one[0]].as_strided(one[1][0], one[1][1], starts[one[0]] + one[1][2])
                 for one in own.chunk.places
             ]
+        self.is_new = is_new and memory.nbytes >= HEAP_BLOCK_BYTES
+        """Whether it is worth to make its pages in one call: see [Note: pages in one call] in `system/pages.py`."""
         self._places = places
         self._num_bytes = memory.nbytes
         self._chunks: Sequence[Tensor] = ()
@@ -138,6 +149,8 @@ class FreshGradients:
 class LooseGradients:
     """A tensor for each parameter of a flat buffer: see [Note: gradients that stay]. `views` has them in the shapes of
     the parameters, contiguous; `None` where no gradient has come."""
+
+    is_new = False
 
     def __init__(self, places: Sequence[Place], numel: int, dtype: torch.dtype, device: torch.device) -> None:
         """`numel` is that of the flat buffer."""

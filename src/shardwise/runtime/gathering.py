@@ -33,6 +33,8 @@ class Gathering:
         for flat in unit.flats:
             if not flat.is_whole or flat.is_outdated:
                 self.ensure_whole(unit)
+            if flat.is_relaxed:
+                flat.resume()
             flat.guard.wake()
 
     def ensure_whole(self, unit: Unit) -> None:

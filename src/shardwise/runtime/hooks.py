@@ -164,8 +164,27 @@ class _Watched:
 
     def __init__(self, hooks: Hooks, unit: Unit, flat: Flat) -> None:
         self.hooks, self.unit, self.flat = hooks, unit, flat
-        self.guard, self.arrive = flat.guard, flat.grads.arrive
+        self.guard, self.grads = flat.guard, flat.grads
+        self.arrive, self.summed = flat.grads.arrive, flat.grads.summed
         self.use, self.halves = hooks._uses[unit.name], hooks._halves
+
+    def has_added(self, summed: Tensor, param: Tensor, index: int) -> bool:
+        """Whether autograd has added the gradient that has come to `summed`: then it is counted. See [Note: sums by
+        autograd] in `memory/fresh.py`."""
+        if self.guard.is_resting:
+            with DisableTorchFunctionSubclass():
+                is_added = param.grad is summed
+        else:
+            is_added = param.grad is summed
+        if not is_added:
+            return False
+        if not self.hooks._awaits_end:
+            self.hooks._await_end()
+        backward = self.use.backward
+        is_last = backward is None or backward >= graph_task()  # [Note: a backward inside]
+        if self.grads.count(index, is_last):
+            self.hooks._close_backward(self.unit)
+        return True
 
 
 class NotCopied:
@@ -194,6 +213,9 @@ class Hooks(NotCopied):
         self._uses = {unit.name: _Use() for unit in units}
         self._inputs_decide: set[str] = set()
         self._awaits_end = False
+        self.lets_sum = False
+        """Whether autograd may add later gradients to those that stay: see [Note: sums by autograd] in
+        `memory/fresh.py`."""
         self._outer_compile = OuterCompile(root, [site for unit in units for site in unit.sites])
         self._root = root
         self._kept = KeptViews(root)
@@ -413,6 +435,9 @@ class Hooks(NotCopied):
                 watched = known()
                 if watched is None:
                     return
+                summed = watched.summed[index]
+                if summed is not None and watched.has_added(summed, param, index):
+                    return
                 if watched.guard.is_resting:
                     grad = _taken_at_rest(param)
                 else:
@@ -427,7 +452,10 @@ class Hooks(NotCopied):
                     return
                 backward = watched.use.backward
                 is_last = backward is None or backward >= graph_task()  # [Note: a backward inside]
-                if watched.arrive(index, grad, is_last):
+                have_all = watched.arrive(index, grad, is_last)
+                if watched.hooks.lets_sum and watched.grads.leave(index, grad, param):
+                    param.grad = grad
+                if have_all:
                     watched.hooks._close_backward(watched.unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)

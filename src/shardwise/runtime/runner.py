@@ -371,12 +371,18 @@ class Runner:
         self.end_calls()
         self.recover_if_cut_short()
         self.passes.begin_schedule(self.halves.units)
+        self._hooks.lets_sum = not self.halves.units
         try:
             yield
             self._require_unwritten()
         except BaseException:
             self.fail_schedule()
             raise
+        finally:
+            self._hooks.lets_sum = False
+            for unit in self.units:
+                for grads in unit.trained_grads:
+                    grads.end_sums()
         self._end_schedule(is_complete=True)
 
     def _require_unwritten(self) -> None:

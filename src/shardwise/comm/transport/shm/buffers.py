@@ -31,6 +31,7 @@ from shardwise.comm.transport.shm.file import (
 )
 from shardwise.comm.transport.shm.neighbours import Neighbours
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
+from shardwise.system.pages import LEAST_BYTES, bring
 
 Tensor = torch.Tensor
 
@@ -46,16 +47,27 @@ class MappedBuffer:
         self._of_own = file.map(offset + first, whole_pages(max(1, part.own_stop - first)))
         self._start, self._stop = part.own_start - first, part.own_stop - first
         self.own: Tensor = bytes_of(self._of_own)[self._start : self._stop]
+        self._comes_at_once = part.num_bytes >= LEAST_BYTES
+        self._is_to_come = self._comes_at_once
+        """Whether it does when it is next read: see [Note: pages in one call] in `system/pages.py`."""
 
     def renew(self) -> None:
         forget(self._mapped)
+        self._is_to_come = self._comes_at_once
 
-    def relax(self) -> None:
+    def relax(self) -> bool:
         if not has_own_pages(self._mapped):
-            forget(self._mapped)
+            self.renew()
+        return self._is_to_come
+
+    def resume(self) -> None:
+        self._is_to_come = False
+        bring(self.whole)
 
     def wait_closed(self) -> None:
         self._shared_buffers.wait_closed()
+        if self._is_to_come:
+            self.resume()
 
     def let_go(self) -> None:
         give_back(self._of_own, self._start, self._stop)

@@ -24,6 +24,7 @@ from shardwise.comm.transport.shm.file import Mapping, SharedFile, bytes_of, for
 from shardwise.comm.transport.shm.offers import TO_ALL, OfferTable, offer_table_bytes
 from shardwise.comm.watch.liveness import Life, host_identity
 from shardwise.comm.work import LinkError
+from shardwise.system.pages import LEAST_BYTES, bring
 
 Tensor = torch.Tensor
 Found = TypeVar("Found")
@@ -49,6 +50,30 @@ class _Lent:
     is_read: bool = False
 
 
+class _View:
+    """A neighbour's block, mapped."""
+
+    def __init__(self, mapped: Mapping) -> None:
+        self._mapped = mapped
+        self.whole = bytes_of(mapped)
+        self._read = range(0)
+        """Addresses from the first to the last that have been read. What lies between two parts may come by faults."""
+
+    def bring(self, part: Tensor) -> None:
+        """Map the pages of `part`, which is about to be read, in one call, unless it has been read before."""
+        start, stop = part.data_ptr(), part.data_ptr() + part.nbytes
+        read = self._read
+        if read and read.start <= start and stop <= read.stop:
+            return
+        bring(part)
+        self._read = range(min(start, read.start), max(stop, read.stop)) if read else range(start, stop)
+
+    def forget(self) -> None:
+        """It is a neighbour's memory, and must not count as ours while nothing of it is read."""
+        self._read = range(0)
+        forget(self._mapped)
+
+
 class Neighbours:
     """What this rank shares with the others of its host.
 
@@ -71,7 +96,7 @@ class Neighbours:
         self._arena = Arena(files[rank], num_bytes)
         self._lent: list[_Lent] = []
         self._num_offers = 0
-        self._mapped: OrderedDict[tuple[int, int, int], tuple[Mapping, Tensor]] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, int, int], _View] = OrderedDict()
         self._lives = {other: Life(pid) for other, pid in pids.items() if pid != os.getpid()}
         self._is_aborted = threading.Event()
         self._lock = threading.RLock()
@@ -137,9 +162,9 @@ class Neighbours:
         self._tidy()
         with self._lock:
             self._arena.rest(keeps_some=keeps_some)
-            for mapped, view in self._mapped.values():
-                if len(view) > _KEPT_BYTES:
-                    forget(mapped)  # it is a neighbour's memory, and must not count as ours
+            for view in self._mapped.values():
+                if len(view.whole) > _KEPT_BYTES:
+                    view.forget()
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in memory from `buffer`."""
@@ -205,12 +230,20 @@ class Neighbours:
 
     # -- to take ----------------------------------------------------------------------------------------
 
-    def take(self, rank: int, tag: int, use: Callable[[Tensor], None]) -> None:
-        """Wait for what `rank` offers under `tag`, and let `use` read it in place (uint8, flat)."""
+    def take(
+        self, rank: int, tag: int, use: Callable[[Tensor], None], part: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Wait for what `rank` offers under `tag`, and let `use` read it in place (uint8, flat), or only `part` of
+        it."""
         offer_table, me = self._offer_tables[rank], self._index_of[self.rank]
         offer = self.wait_for(rank, lambda: offer_table.find(tag, me))
         view = self._view(rank, offer.offset, offer.block_bytes)
-        use(view[offer.start : offer.start + offer.num_bytes])
+        given = view.whole[offer.start : offer.start + offer.num_bytes]
+        if part is not None:
+            given = part(given)
+        if given.nbytes >= LEAST_BYTES:
+            view.bring(given)
+        use(given)
         offer_table.mark(offer.slot, me)
         self._own.notify()
 
@@ -290,19 +323,18 @@ class Neighbours:
         with self._lock:  # once this offer is tidied up its slot may hold another
             return lent.is_read or self._own.is_read(lent.slot, [index]) or None
 
-    def _view(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+    def _view(self, rank: int, offset: int, num_bytes: int) -> _View:
         """A neighbour's block, mapped once."""
         key = (rank, offset, num_bytes)
         with self._lock:
             view = self._mapped.get(key)
             if view is None:
-                mapped = self._files[rank].map(offset, num_bytes)
-                view = self._mapped[key] = mapped, bytes_of(mapped)
+                view = self._mapped[key] = _View(self._files[rank].map(offset, num_bytes))
                 if len(self._mapped) > _NUM_MAPPED:
                     self._mapped.popitem(last=False)
             else:
                 self._mapped.move_to_end(key)  # so that the least recently used one is dropped first
-            return view[1]
+            return view
 
     def _has_ended(self, rank: int) -> bool:
         life = self._lives.get(rank)

@@ -262,7 +262,7 @@ class Shared:
             if index == group.index:
                 total.add_own()
             else:
-                self._neighbours.take(rank, tag, lambda given: total.add(_chunk(given, wire, group)))
+                self._neighbours.take(rank, tag, total.add, lambda given: _chunk(given, wire, group))
 
     def _sum_of_two(self, out: Tensor, source: Tensor, group: Group, entry: Entry) -> Work:
         """Each of two ranks sums all: [Note: sums of two] in `pairwise.py`. It reads a copy, for the other may make the
