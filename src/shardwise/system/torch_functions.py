@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shardwise.system.whose_code import TORCHS
+from shardwise.system.whose_code import TORCHS, whose
 
 Function = Callable[..., Any]
 
@@ -119,6 +119,14 @@ def is_called_by_torch() -> bool:
     """Whether that call is made by a function of torch's, whoever has called that."""
     frame = _caller()
     return frame is not None and frame.f_code.co_filename.startswith(TORCHS)
+
+
+def is_called_by_ours() -> bool:
+    """Whether that call is made by this library's own code, maybe through a function of torch's."""
+    frame = _caller()
+    while frame is not None and whose(frame.f_code.co_filename) == "others'":
+        frame = frame.f_back
+    return frame is not None and whose(frame.f_code.co_filename) == "ours"
 
 
 def is_called_within(module: str) -> bool:

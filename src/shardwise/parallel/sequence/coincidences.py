@@ -22,6 +22,7 @@ from shardwise.parallel.sequence.mixing import mixes, mixes_flattened
 from shardwise.parallel.sequence.routing import numbers_tokens
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.system.torch_functions import is_called_by_ours
 
 Function = Callable[..., Any]
 Called = tuple[Sequence[Any], Mapping[str, Any]]
@@ -155,5 +156,5 @@ class _Flattened(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self.found and mixes_flattened(func, args, kwargs, result, self._num_tokens):
-            self.found = func.__name__
+            self.found = "" if is_called_by_ours() else func.__name__  # our layers count the tokens of all ranks
         return result
