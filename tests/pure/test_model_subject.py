@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -244,6 +245,22 @@ def test_two_sizes_of_micro_batches_tell_of_all_others(build: type[Decoder], tol
         most = max(mark.peak_bytes for mark in exact.activations.marks)
         for mark, same in zip(found.activations.marks, exact.activations.marks, strict=True):
             assert abs(mark.peak_bytes - same.peak_bytes) <= 0.02 * most, "allocators round small blocks up"
+
+
+def test_what_a_rehearsal_leaves_is_collected_where_nothing_else_does() -> None:
+    """The copies of modules, which are cycles: a search lets Python's collector wait."""
+    subject = ModelSubject(on_meta(Decoder, num_blocks=8, width=64), tokens(1, length=64), H100, 64, WIDE, on_cpu=False)
+    num_alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        for rows in (1, 2, 3, 4):
+            subject._count(Candidate("zero1", (("dp", 1), ("tp", 2)), rows, 1))
+            num_alive.append(sum(type(one) is Decoder for one in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert num_alive[0] <= 4, "the model, and copies with few blocks"
+    assert num_alive == num_alive[:1] * 4
 
 
 @thorough_only("several rehearsals; test_search has bounds of candidates")

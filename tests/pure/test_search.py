@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -490,6 +492,25 @@ def test_two_rounds_of_a_slow_pipeline_are_enough(monkeypatch: pytest.MonkeyPatc
         more = blocks.least(candidate).seconds - blocks.least(two).seconds
         assert blocks.evaluate(two).seconds + more <= 1.001 * blocks.evaluate(candidate).seconds, candidate
     assert len(longer) > 4
+
+
+class Watched(Blocks):
+    """Notes whether Python's collector runs by itself."""
+
+    def evaluate(self, candidate: Candidate, base: Plan | None = None) -> Evaluated:
+        self.collects = gc.isenabled()
+        return super().evaluate(candidate, base)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, Limits(GIB // 64)], ids=["found", "nothing fits"])
+def test_a_search_leaves_the_collector_as_it_was(limits: Limits) -> None:
+    """Which runs by itself before and afterwards, and not meanwhile."""
+    blocks, num_frozen = Watched(num=2, width=1024, num_rows=8), gc.get_freeze_count()
+    with pytest.raises(ConfigError) if limits != LIMITS else nullcontext():
+        found(blocks, 2, limits, space=Space(("zero1",), (), ("keep",), shares=False))
+    assert not blocks.collects
+    assert gc.isenabled()
+    assert gc.get_freeze_count() <= num_frozen
 
 
 @pytest.mark.parametrize("most", [1, 60])

@@ -411,7 +411,8 @@ class Bounds:
     """How many blocks each rank of a pipeline has. Raises `ShardwiseError` if it cannot have so many stages."""
     _apart: dict[object, _Apart | ShardwiseError] = field(default_factory=dict)
     """By what differs between candidates beside their micro-batches."""
-    _blocks: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    _most_blocks: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """By stages, those of a rank, and micro-batches: blocks of which some rank holds activations, times how many."""
     _prices: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Bound:
@@ -449,12 +450,12 @@ class Bounds:
         micro-batch. A rank holds as many of these as there are ranks from it on; with several stages, one less of
         each."""
         stages, chunks = candidate.size("pp"), candidate.chunks
-        if (stages, chunks) not in self._blocks:
-            self._blocks[stages, chunks] = self.blocks_by_rank(candidate)
-        most = 1 if candidate.parts else candidate.accumulate
-        blocks = self._blocks[stages, chunks]
-        some = (min(stages - rank - (chunks > 1), most) * num for rank, num in enumerate(blocks))
-        return max(some) / size.num_blocks
+        most = 1 if candidate.parts else min(stages, candidate.accumulate)
+        if (stages, chunks, most) not in self._most_blocks:
+            blocks = self.blocks_by_rank(candidate)
+            some = (min(stages - rank - (chunks > 1), most) * num for rank, num in enumerate(blocks))
+            self._most_blocks[stages, chunks, most] = max(some)
+        return self._most_blocks[stages, chunks, most] / size.num_blocks
 
     def _found_apart(self, candidate: Candidate, size: Size) -> _Apart:
         """Raises `ShardwiseError` where `shard` would."""

@@ -79,8 +79,7 @@ class StagePass(NamedTuple):
 
     def holding(self, *num_bytes: float) -> StagePass:
         """The same with other activations, in the order of `bytes`."""
-        seconds = self.forward, self.backward, self.weights, self.messages
-        return StagePass(*seconds, *(max(0, int(one)) for one in num_bytes))
+        return StagePass(*self[:4], *[int(one) if one > 0 else 0 for one in num_bytes])
 
     @property
     def bytes(self) -> tuple[int, int, int, int]:

@@ -6,6 +6,7 @@ lie or how many ranks copy them; so a few rehearsals serve many candidates. The 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -235,16 +236,15 @@ class ModelSubject:
         rounds = min(accumulate, 2 * stages)
         order = Order.of(candidate.schedule, stages, rounds, candidate.chunks)
         shares, runs = self._stages(candidate).shares, order.runs(passes, self._stages(candidate).shares, accumulate)
-        given_and_sent = [
-            _messages_of(stage, len(passes), self._message_bytes(candidate)) for stage in range(len(passes))
-        ]
+        last, message_bytes = len(passes) - 1, self._message_bytes(candidate)
+        messages = [_messages_of(stage, last + 1, message_bytes) for stage in (0, 1, last)]  # others are as the second
+        beside = [_beside_whole(*one) for one in messages]
+        sent = [in_transit(stages, accumulate, *one) for one in messages]
+        kinds = [0, *[1] * (last - 1), 2]
         with_messages = [
-            one.holding(*map(add, one.bytes, _beside_whole(given, sent)))
-            for one, (given, sent) in zip(passes, given_and_sent, strict=True)
+            one.holding(*map(add, one.bytes, beside[kind])) for one, kind in zip(passes, kinds, strict=True)
         ]
-        in_flight = [
-            sum(in_transit(stages, accumulate, *given_and_sent[stage]) for stage in own) for own in order.stages
-        ]
+        in_flight = [sum(sent[kinds[stage]] for stage in own) for own in order.stages]
         return Least((Run(waiting), *runs), order.loads(with_messages, shares, in_flight))
 
     def _passes(self, candidate: Candidate, known: _Known) -> list[StagePass]:
@@ -337,6 +337,10 @@ class ModelSubject:
         return self._known_alone[key][0]
 
     @cached_property
+    def _choices(self) -> list[UnitChoice]:
+        return choose_units(self.model, self.base)
+
+    @cached_property
     def _num_trained(self) -> int:
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
@@ -350,9 +354,7 @@ class ModelSubject:
             is_cut = self.base.pipeline.stages == "auto" and self.base.compile is None
             alike = self._cut_stages.get(num_ranks * candidate.chunks) if is_cut else None
             if alike is None:
-                alike = _Stages.of(
-                    self.model, choose_units(self.model, self.base), stage_layout(self.model, plan, mesh)
-                )
+                alike = _Stages.of(self.model, self._choices, stage_layout(self.model, plan, mesh))
                 self._cut_stages[num_ranks * candidate.chunks] = alike
             layout = replace(alike.layout, num_ranks=num_ranks, schedule=schedule_of(plan, num_ranks))
             self._known_stages[key] = replace(alike, layout=layout)
@@ -592,6 +594,8 @@ class ModelSubject:
                 found = self._rehearsed(candidate, for_messages=for_messages)
             except (ModelError, ConfigError) as error:
                 found = error
+            if not gc.isenabled():  # a search looks after it: the copies of modules are cycles, and no older than this
+                gc.collect(0)
             self._counted[key] = found
             self._known.clear()
             self._held.clear()

@@ -230,7 +230,7 @@ def search(
         preset_named(name)  # raises for an unknown one
     if most_evaluated < 1:
         raise ConfigError(f"{most_evaluated} candidates are to be evaluated at most; give at least 1.")
-    with _frozen():
+    with _collected_by_hand():
         return _Search(subject, world_size, limits, base, space, objective, most_evaluated).run()
 
 
@@ -239,15 +239,20 @@ _FROZEN_AT_START = gc.get_freeze_count()
 
 
 @contextmanager
-def _frozen() -> Iterator[None]:
+def _collected_by_hand() -> Iterator[None]:
     """Python's collector leaves alone what is there before a search: a model and the libraries, millions of objects
-    that it would walk through time and again, which took a sixth of a search for a Llama of 13 B parameters."""
-    is_ours = gc.get_freeze_count() <= _FROZEN_AT_START
+    that it would walk through time and again, which took a sixth of a search for a Llama of 13 B parameters. And it
+    does not run by itself, which would walk through all programs of a search whenever there are a quarter more of them,
+    for a twelfth of the time: cycles are left by rehearsals alone, and whoever makes one collects what it leaves."""
+    is_ours, was_enabled = gc.get_freeze_count() <= _FROZEN_AT_START, gc.isenabled()
     if is_ours:
         gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
+        if was_enabled:
+            gc.enable()
         if is_ours:
             gc.unfreeze()
 
