@@ -16,8 +16,11 @@ from twins import work_on_ranks
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.fit.counted_work import CountedOperations
+from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.operations import flops_of
-from shardwise.program import Footprint
+from shardwise.plan import Plan
+from shardwise.plan.placement import mesh_for
+from shardwise.program import Footprint, Program
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from tests import inside
 from tests.models import Decoder
@@ -147,6 +150,30 @@ def test_a_first_half_keeps_more_than_its_forward_if_activations_are_recomputed(
         held = promised.total - promised.process - promised.param - promised.optim
         # how many messages have come early is up to the other ranks: each is 1 % here, and up to eight are counted
         assert 0.8 * held <= made <= 1.01 * held
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_is_foreseen_of_a_schedule_is_what_runs(schedule: str) -> None:
+    """Each moment and action, in the order in which it comes, once the end of each unit's backward is known."""
+    plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}, "accumulate": 3, "pipeline": {"schedule": schedule}}
+    (batch,) = batches(1, 3 * ROWS, lengths=(LENGTH,))
+
+    def lines(program: Program) -> list[str]:
+        return [f"{block.moment}: {'; '.join(map(str, block.actions))}" for block in program]
+
+    def work(engine: sw.Engine) -> list[str]:
+        for _ in range(4):
+            engine.train_step(batch)
+        return lines(inside.program(engine).micro_batch)
+
+    ran = work_on_ranks(4, work, plan, Decoder)
+    asked = Plan.model_validate(plan)
+    mesh = mesh_for(asked, 4)
+    kinds = rank_units(Decoder(), asked, mesh, optimizer="adamw")
+    for kind, counted in zip(
+        kinds, count_step(Decoder(), tuple(one[:ROWS] for one in batch), asked, mesh), strict=True
+    ):
+        assert lines(kind.program(asked, counted).step.micro_batch) == ran[kind.rank]
 
 
 @pytest.mark.parametrize("activations", ["keep", "selective"])

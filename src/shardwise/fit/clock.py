@@ -612,7 +612,9 @@ class _Rank:
             else:
                 self._computed += self._streams.now - begun
             if self._keeps_events:
-                self._note(COMPUTE, _text_of(block.moment, axis), begun, axis, moment)
+                has_ended = worked.moment.edge == "after" and worked.moment.unit
+                text = _text_of(worked.moment if has_ended else block.moment, axis)
+                self._note(COMPUTE, text, begun, axis, moment)
         self._flops += timed.flops
         self._least += timed.least
         self._recomputed += timed.recomputed

@@ -146,7 +146,7 @@ def work_of_blocks(blocks: Sequence[Block], work: Work) -> list[Worked]:
         block.moment._replace(micro_batch=None) == one.moment for block, one in zip(blocks, work, strict=True)
     ):
         return list(work)
-    return list(_in_schedule(blocks, work))
+    return _as_computed(blocks, list(_in_schedule(blocks, work)), work)
 
 
 def _of_unit(moment: Moment, work: Mapping[str, UnitWork]) -> Worked:
@@ -215,6 +215,45 @@ def _half(moment: Moment, whole: Worked) -> Worked:
     if moment.phase == "backward_weights":
         return Worked(moment, whole.weights if moment.edge == "after" else ())
     return Worked(moment, without(whole.operations, whole.weights), whole.recomputed)
+
+
+def _as_computed(blocks: Sequence[Block], found: Sequence[Worked], work: Sequence[Worked]) -> list[Worked]:
+    """What is `found` for each of the blocks, in the order in which it is computed. In the first half of a backward
+    units end later than in a whole one, as which it was counted, and what is computed until a moment is all that was
+    counted by then."""
+    if all(block.moment.phase != "backward_input" for block in blocks):
+        return list(found)
+    places: dict[tuple[str, str], int] = {}  # those of the backward, which comes last
+    for place, one in enumerate(work):
+        places[one.moment.edge, one.moment.unit] = place
+    known: dict[tuple[int, ...], Worked] = {}
+    computed, first = list(found), 0
+    for number, block in enumerate(blocks):
+        moment = block.moment
+        if moment.micro_batch is None or moment.phase not in ("backward_input", "backward"):
+            first = number + 1
+        elif not moment.unit:  # the end of this backward
+            half = range(first, number + 1)
+            by_place = {one: places.get((blocks[one].moment.edge, blocks[one].moment.unit), -1) for one in half}
+            by_place[number] = len(work)
+            waiting = sorted(half, key=by_place.__getitem__)
+            for one in half:
+                now = [found[each] for each in waiting if by_place[each] <= by_place[one]]
+                waiting = waiting[len(now) :]
+                key = tuple(map(id, now))
+                if key not in known:
+                    known[key] = _joined(now, blocks[one].moment)
+                computed[one] = known[key]
+            first = number + 1
+    return computed
+
+
+def _joined(parts: Sequence[Worked], moment: Moment) -> Worked:
+    """One after the other, under the name of the last one that is of a unit, before `moment`."""
+    ended = [one.moment for one in parts if one.moment.edge == "after" and one.moment.unit]
+    operations = tuple(operation for one in parts for operation in one.operations)
+    again = tuple(operation for one in parts for operation in one.recomputed)
+    return Worked(ended[-1] if ended else moment, operations, again)
 
 
 def without(operations: Operations, some: Operations) -> Operations:

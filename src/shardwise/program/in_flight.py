@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwise.program.action import END_OF_BACKWARD, Moment
 from shardwise.program.activations import Activations, Mark
-from shardwise.program.effects import Phase
 from shardwise.program.schedule import Op, OpKind, Schedule
 
 
@@ -97,17 +97,69 @@ def over_schedule(
 
 
 def _marks_of(op: Op, found: StageBytes, halved: Container[str]) -> Iterator[Mark]:
-    """The marks of one op alone. A second half allocates what the whole backward allocates beyond what is left."""
-    marks, aside = found.activations.marks, found.aside
-    for last, mark in zip((None, *marks), marks, strict=False):
+    """The marks of one op alone."""
+    marks = found.activations.marks
+    match op.kind:
+        case "I":
+            yield from _of_first_half(marks, halved)
+        case "W":
+            yield from _of_second_half(marks, halved, found.aside)
+        case _:
+            yield from (mark for mark in marks if (mark.moment.phase == "forward") == (op.kind == "F"))
+
+
+def _of_first_half(marks: Sequence[Mark], halved: Container[str]) -> Iterator[Mark]:
+    """A unit of which gradients are left has ended once that of its input has come, which is when the unit before it
+    begins, or all ends. One that is around others (the model's own) has ended with all."""
+    around = _units_around(marks)
+    peak = live = heap = 0
+    waiting: list[Moment] = []
+    last: list[Moment] = []
+    for mark in marks:
         edge, phase, unit = mark.moment.edge, mark.moment.phase, mark.moment.unit
-        if (phase == "forward") != (op.kind == "F"):
+        if phase == "forward":
             continue
-        if op.kind == "I" and unit in halved:
-            yield Mark(Moment(edge, "backward_input", unit), mark.peak_bytes, mark.live_bytes, mark.heap_bytes)
-        elif op.kind != "W":
-            yield mark
-        elif unit in halved or not unit:
-            made = mark.peak_bytes - max(mark.live_bytes, last.live_bytes if last is not None else 0)
-            half: Phase = "backward_weights" if unit in halved else "backward"
-            yield Mark(Moment(edge, half, unit), aside + max(0, made), aside)
+        moment = Moment(edge, "backward_input", unit) if unit in halved else mark.moment
+        peak, live, heap = max(peak, mark.peak_bytes), mark.live_bytes, mark.heap_bytes
+        if edge == "after" and unit in halved:
+            (last if unit in around else waiting).append(moment)
+            continue
+        ended = [] if edge == "after" and unit else waiting if unit else [*waiting, *last]
+        if not unit:
+            yield from (Mark(one, peak, live, heap) for one in ended)
+        gradients = () if unit in halved else (mark.peaks, mark.awaited, mark.come_bytes)
+        yield Mark(moment, peak, live, heap, *gradients)
+        if edge == "before":
+            yield from (Mark(one, live, live, heap) for one in ended)
+        if ended:
+            waiting = []
+        peak = 0
+
+
+def _of_second_half(marks: Sequence[Mark], halved: Container[str], aside: int) -> Iterator[Mark]:
+    """It allocates what the whole backward allocates beyond what is left, unit by unit as the first half has ended
+    them."""
+    made: dict[tuple[str, str], int] = {}
+    for last, mark in pairwise(marks):
+        if mark.moment.phase != "forward":
+            left = max(mark.live_bytes, last.live_bytes)
+            made[mark.moment.edge, mark.moment.unit] = max(0, mark.peak_bytes - left)
+    first_half = [mark.moment for mark in _of_first_half(marks, halved)]
+    for moment in first_half:
+        if moment.edge == "after" and moment.unit in halved:
+            for edge in ("before", "after"):
+                its = Moment(edge, "backward_weights", moment.unit)
+                yield Mark(its, aside + made.get((edge, moment.unit), 0), aside)
+    yield from (Mark(moment, aside + made["after", ""], aside) for moment in first_half if not moment.unit)
+
+
+def _units_around(marks: Sequence[Mark]) -> set[str]:
+    """The units that compute their forward around those of others."""
+    around, running = set[str](), list[str]()
+    for mark in marks:
+        if mark.moment.phase == "forward" and mark.moment.edge == "before":
+            around.update(running)
+            running.append(mark.moment.unit)
+        elif mark.moment.phase == "forward" and mark.moment.unit in running:
+            running.remove(mark.moment.unit)
+    return around

@@ -51,18 +51,23 @@ def straight_passes(row: Sequence[Op], units: Mapping[int, Sequence[UnitSpec]]) 
     """The passes of stages that use their units one after the other: assumed until something is recorded.
 
     `units` are those of each stage of the rank, in the order of the forward. Where backwards have two halves, each unit
-    is assumed to leave some of its gradients to the second.
+    is assumed to leave some of its gradients to the second; then its first half ends as that of the next one begins.
     """
     passes: dict[tuple[OpKind, int], Trace] = {}
     for kind, stage in dict.fromkeys((op.kind, op.stage) for op in row):
         in_order = units.get(stage, ()) if kind == "F" else reversed(units.get(stage, ()))
         phase = PHASE_OF[kind]
-        passes[kind, stage] = tuple(
-            Moment(edge, phase, unit.name)
-            for unit in in_order
-            if kind != "W" or unit.trainable
-            for edge in ("before", "after")
-        )
+        names = [unit.name for unit in in_order if kind != "W" or unit.trainable]
+        begin, end = ([Moment(edge, phase, name) for name in names] for edge in ("before", "after"))
+        if kind == "I" and len(names) > 1:
+            in_turn = [
+                begin[0],
+                *(moment for both in zip(begin[1:], end[:-1], strict=True) for moment in both),
+                end[-1],
+            ]
+        else:
+            in_turn = [moment for both in zip(begin, end, strict=True) for moment in both]
+        passes[kind, stage] = tuple(in_turn)
     return passes
 
 
