@@ -107,6 +107,20 @@ class Centred(torch.autograd.Function):
         return grad - 0.5 * grad.mean(0, keepdim=True)
 
 
+class Product(torch.autograd.Function):
+    """A linear layer, of which the gradients of weight and bias are sums over samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.mT + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, 1).mT @ x.flatten(0, 1), grad.sum((0, 1))
+
+
 class Mixing(nn.Module):
     """A block that mixes the samples of its batch, counts them, or keeps what it has seen of earlier ones."""
 
@@ -136,6 +150,10 @@ class Mixing(nn.Module):
             x = Pulled.apply(x)
         if self.how == "backward by mean":
             x = Centred.apply(x)
+        if self.how == "own product":
+            x = x + Product.apply(x, self.linear.weight, self.linear.bias)
+        if self.how == "scaled gradients" and x.requires_grad:
+            x.register_hook(lambda grad: grad / (1 + grad.norm()))
         if self.how == "hook" and x.requires_grad:
             x.register_hook(lambda grad: grad * (1 + 1 / len(grad)))
         if self.how == "written":
@@ -147,12 +165,13 @@ class Mixing(nn.Module):
         return (x - self.seen) / max(self.num_calls, 1)
 
 
-OF_SAMPLES = ("mean", "negatives", "batch norm", "spread", "written", "assigned", "counted", "nothing")
-BY_NUMBER = ("divided", "divided by a tensor", "backward by number", "backward by mean", "hook")
+OF_SAMPLES = ("mean", "negatives", "batch norm", "spread", "written", "assigned", "counted")
+BY_NUMBER = ("divided", "divided by a tensor", "backward by number", "backward by mean", "hook", "scaled gradients")
+APART = ("nothing", "own product")
 
 
 @sampled
-@pytest.mark.parametrize("how", [*OF_SAMPLES, *BY_NUMBER])
+@pytest.mark.parametrize("how", [*OF_SAMPLES, *BY_NUMBER, *APART])
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:
     if is_chain:
@@ -167,7 +186,7 @@ def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, cap
 
     for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
         assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
-    assert ("because blocks mix them" in caplog.text) == (how != "nothing")
+    assert ("because blocks mix them" in caplog.text) == (how not in APART)
 
 
 def test_a_call_is_surveyed_once_on_one_copy_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,10 +237,21 @@ NUMBERED: dict[str, Callable[[Tensor], Tensor]] = {
     "its root": lambda x: x / x.shape[1] ** 0.5,
     "a number of elements, in a tensor": lambda x: x / torch.tensor(float(x.numel())),
 }
+
+
+def scaled(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad / (1 + grad.norm()))
+    return x
+
+
 FLATTENED: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean of samples and tokens": lambda x: x - x.flatten(0, 1).mean(0),
     "an order of them": lambda x: x + x.flatten(0, 1).norm(dim=-1).argsort().view(x.shape[:2])[..., None],
+    "a gradient scaled by the norm of all": scaled,
 }
+
+
 UNNUMBERED: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean by hand": lambda x: x + x.square().sum() / x.numel(),
     "the root of features": lambda x: x / x.shape[2] ** 0.5,
@@ -257,7 +268,7 @@ def test_a_model_that_computes_with_the_number_of_its_tokens_is_told(how: str, t
 
     def work(engine: sw.Engine) -> None:
         engine.module.train(training)
-        said = "with a number that depends on how many tokens there are|along samples and tokens together"
+        said = "with a number that depends on how many tokens there are|along samples and tokens together|of several"
         with nullcontext() if how in UNNUMBERED else pytest.raises(ModelError, match=said):
             engine(engine.split_sequence(torch.ones(2, 8, 8)))
 

@@ -24,13 +24,22 @@ from torch import nn
 from shardwise.comm import Exchange
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
-from shardwise.parallel.pipeline.mixed_samples import MixedSamples, States, follow_backward, runs_other_code
 from shardwise.parallel.pipeline.stage_layout import Span, StageLayout
 from shardwise.parallel.pipeline.stage_messages import Result, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import Carried, Passing, StagedModel
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
-from shardwise.runtime.rehearsal import Around, NumbersUsed, RehearsedForwards, Twin, resized
+from shardwise.runtime.rehearsal import (
+    Around,
+    MixedSamples,
+    NumbersUsed,
+    RehearsedForwards,
+    States,
+    Twin,
+    follow_backward,
+    resized,
+    runs_other_code,
+)
 
 Shares = Sequence[tuple[int, Span]]
 """What runs one after the other: stages, or parts of one, with the numbers of their first and last modules."""
@@ -205,10 +214,12 @@ class _OwnStages:
                 staged.require_own(output)
                 layouts = [] if is_last else [staged.handed_over]
             outputs = [one for one in output if one.requires_grad] if layouts else []
-            if mixed is not None and mixed.has_hooks:
+            if mixed is None or not outputs:
+                return layouts
+            if mixed.has_hooks:
                 self._hooked.add(span)
-            if outputs and (span in self._hooked or runs_other_code(outputs)):
-                with staged.running(stage, message, is_backward=True, span=span):
+            if span in self._hooked or runs_other_code(outputs):
+                with staged.running(stage, message, is_backward=True, span=span), mixed.in_backward():
                     arrivals = [] if message is None else message.tensors
                     follow_backward(outputs, [*twin.model.parameters(), *arrivals])
         return layouts

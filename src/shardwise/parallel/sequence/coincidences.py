@@ -8,9 +8,9 @@ function that is right then too, in all of the forward, only met a number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,11 @@ from shardwise.parallel.sequence.mixing import mixes, mixes_flattened
 from shardwise.parallel.sequence.routing import numbers_tokens
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.runtime.nested import tensors_in
 from shardwise.system.torch_functions import is_called_by_ours
+
+if TYPE_CHECKING:
+    from shardwise.runtime.rehearsal import MixedSamples
 
 Function = Callable[..., Any]
 Called = tuple[Sequence[Any], Mapping[str, Any]]
@@ -55,20 +59,23 @@ class Coincidences:
     def why_of_part(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> str:
         """What a forward with `num_tokens` of a rank computes that is right for all tokens alone, and is not seen by
         sizes of tensors: with a number that depends on how many there are ([Note: numbers of samples] in
-        `runtime/rehearsal/numbers_used.py`), or along samples and tokens together. "" if there is nothing, or if the
-        model cannot be rehearsed."""
-        from shardwise.runtime.rehearsal import NumbersUsed  # few jobs need it
+        `runtime/rehearsal/numbers_used.py`), along samples and tokens together, or in the backward, by hooks and
+        functions of its own. "" if there is nothing, or if the model cannot be rehearsed."""
+        from shardwise.runtime.rehearsal import MixedSamples, NumbersUsed  # few jobs need it
 
         some = self._other(args, kwargs, num_tokens)
         others = self._other(args, kwargs, some)
         flattened, used, of_others = _Flattened(some), NumbersUsed(some), NumbersUsed(others)
+        mixed, mixed_of_others = MixedSamples(some), MixedSamples(others)
         try:
-            self._rehearse(args, kwargs, num_tokens, some, used, flattened)
-            self._rehearse(args, kwargs, num_tokens, others, of_others)
+            self._rehearse(args, kwargs, num_tokens, some, used, flattened, mixed=mixed)
+            self._rehearse(args, kwargs, num_tokens, others, of_others, mixed=mixed_of_others)
         except ModelError:
             return ""
         if flattened.found:
             return f"{flattened.found} along samples and tokens together"
+        if mixed.found:
+            return f"{mixed.found.partition(' ')[0]} of several tokens in the backward"
         name = used.difference(of_others)
         return f"{name} with a number that depends on how many tokens there are, as x.shape[1] does" if name else ""
 
@@ -84,12 +91,15 @@ class Coincidences:
         num_tokens: int,
         other: int,
         *watches: AbstractContextManager[object],
+        mixed: MixedSamples | None = None,
     ) -> None:
-        """A forward with `other` tokens instead of `num_tokens`, inside `watches`. Raises `ModelError` for a model that
-        cannot be rehearsed."""
-        from shardwise.runtime.rehearsal import Twin, rehearse_forward, resized  # few jobs need it
+        """A forward with `other` tokens instead of `num_tokens`, inside `watches`. `mixed` finds what a backward gives
+        tokens of several others, if it runs Python code of the model's. Raises `ModelError` for a model that cannot be
+        rehearsed."""
+        from shardwise.runtime.rehearsal import Twin, follow_backward, rehearse_forward, resized, runs_other_code
 
         given = resized((tuple(args), dict(kwargs)), 1, num_tokens, other)
+        trains = mixed is not None and torch.is_grad_enabled()
 
         def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             with self.around(twin.model), ExitStack() as stack:
@@ -97,7 +107,16 @@ class Coincidences:
                     if isinstance(watch, _Seen):
                         watch.model = twin.model
                     stack.enter_context(watch)
-                twin.model(*args, **kwargs)
+                stack.enter_context(torch.set_grad_enabled(trains))
+                stack.enter_context(nullcontext() if mixed is None else mixed)
+                output = twin.model(*args, **kwargs)
+            outputs = [one for one in tensors_in(output) if one.requires_grad]
+            if mixed is None or not outputs:
+                return
+            mixed.found = ""
+            if mixed.has_hooks or runs_other_code(outputs):
+                with self.around(twin.model), mixed, mixed.in_backward():
+                    follow_backward(outputs, twin.model.parameters())
 
         rehearse_forward(run, self.model, self.units, MicroBatch(*given), device=self.device, compute=self.compute)
 

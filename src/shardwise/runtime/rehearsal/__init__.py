@@ -6,6 +6,7 @@ the hooks that train it.
 
 from shardwise.runtime.rehearsal.integers import is_small_integers
 from shardwise.runtime.rehearsal.live_bytes import Heard
+from shardwise.runtime.rehearsal.mixed_samples import MixedSamples, States, follow_backward, runs_other_code
 from shardwise.runtime.rehearsal.numbers_used import NumbersUsed
 from shardwise.runtime.rehearsal.rebound import note_empty, rebind
 from shardwise.runtime.rehearsal.rehearse import (
@@ -24,10 +25,13 @@ __all__ = [
     "Around",
     "Heard",
     "Loss",
+    "MixedSamples",
     "NumbersUsed",
     "RehearsedForwards",
+    "States",
     "Twin",
     "Watch",
+    "follow_backward",
     "is_small_integers",
     "note_empty",
     "nothing_around",
@@ -35,6 +39,7 @@ __all__ = [
     "rehearse",
     "rehearse_forward",
     "resized",
+    "runs_other_code",
     "size_unlike_others",
     "unlikely_size",
 ]

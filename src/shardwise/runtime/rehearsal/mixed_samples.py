@@ -1,16 +1,17 @@
 """Whether a forward mixes the samples of a batch: a mean over them, or a product of each with each.
 
-A call of the model is split along the samples ([Note: a split call] in `loop_calls.py`), and blocks that mix samples
-would mix those of a part. They are found on fake tensors, with a number of samples of which no other size is a multiple
-(`runtime/rehearsal/resized.py`): what is computed of a tensor with samples has as many dimensions of them, or mixes
+In pipeline stages a call of the model is split along the samples ([Note: a split call] in `loop_calls.py`), and blocks
+that mix samples would mix those of a part. They are found on fake tensors, with a number of samples of which no other
+size is a multiple (`resized.py`): what is computed of a tensor with samples has as many dimensions of them, or mixes
 them. Functions that leave the shape alone are known by name. Integers and booleans do not count: masks are made of
 them.
 
 A function that depends on how many samples there are mixes none, and is right for a whole batch alone. It is found by
-`runtime/rehearsal/numbers_used.py`.
+`numbers_used.py`.
 
 [Note: code of one's own in backwards] The backward of an `autograd.Function`, and hooks on what was computed, can do
-either. Where there are some, a backward is followed as well.
+either. Where there are some, a backward is followed as well. There sums over samples are gradients of parameters, and
+right, unless something is computed of them for each sample: `grad - grad.mean(0)`, `grad / grad.norm()`.
 
 [Note: states of forwards] A forward that counts its calls, or writes averages to a buffer, would do so once for each
 part. It is found by what it leaves. Our own modules count samples, which add up.
@@ -18,7 +19,9 @@ part. It is found by what it leaves. Our own modules count samples, which add up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.runtime.nested import argument_tensors
 from shardwise.system.graph_nodes import nodes_of
-from shardwise.system.torch_functions import SHAPED_ALONG, dims_of, named
+from shardwise.system.torch_functions import SHAPED_ALONG, dims_of, is_called_by_ours, named
 from shardwise.system.torch_private import OpOverload, function_of
 
 Tensor = torch.Tensor
@@ -85,6 +88,17 @@ class MixedSamples(TorchFunctionMode):
         self.found = ""
         self.has_hooks = False
         """Whether the forward has registered a hook on what it has computed."""
+        self._sums: dict[int, weakref.ref[Tensor]] | None = None
+        """In a backward: what it has computed of several samples, by identity."""
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A context for a backward: see [Note: code of one's own in backwards]."""
+        self._sums = {}
+        try:
+            yield
+        finally:
+            self._sums = None
 
     def __torch_function__(
         self,
@@ -100,10 +114,25 @@ class MixedSamples(TorchFunctionMode):
         if not self.found and not isinstance(func, OpOverload):  # those are autograd's, which compute on fake tensors
             given = [one for one in argument_tensors((args, kwargs)) if one.is_floating_point()]
             most = max((self._num_dims(one) for one in given), default=0)
-            if most and self._mixes(func, args, kwargs, result, most):
+            mixes = most > 0 and self._mixes(func, args, kwargs, result, most)
+            if self._sums is not None:
+                mixes = self._is_given_back(self._sums, given, result, mixes=mixes)
+            if mixes:
                 shapes = ", ".join(str(list(one.shape)) for one in given)
                 self.found = f"{getattr(func, '__name__', func)} of {shapes}"
         return result
+
+    def _is_given_back(
+        self, sums: dict[int, weakref.ref[Tensor]], given: Sequence[Tensor], result: Any, *, mixes: bool
+    ) -> bool:
+        """Whether a function of a backward gives samples something of several of them; what else it has computed of
+        several is noted in `sums`."""
+        is_of_several = mixes or any(id(one) in sums and sums[id(one)]() is one for one in given)
+        if not is_of_several or is_called_by_ours():  # attention that is split works on all tokens
+            return False
+        made = [one for one in argument_tensors(result) if one.is_floating_point()]
+        sums.update({id(one): weakref.ref(one) for one in made})
+        return any(map(self._num_dims, made))
 
     def _num_dims(self, tensor: Tensor) -> int:
         """How many dimensions of a tensor are samples, maybe together with others."""
