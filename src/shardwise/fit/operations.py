@@ -234,16 +234,16 @@ def _as_computed(blocks: Sequence[Block], found: Sequence[Worked], work: Sequenc
             first = number + 1
         elif not moment.unit:  # the end of this backward
             half = range(first, number + 1)
-            by_place = {one: places.get((blocks[one].moment.edge, blocks[one].moment.unit), -1) for one in half}
+            by_place = {at: places.get((blocks[at].moment.edge, blocks[at].moment.unit), -1) for at in half}
             by_place[number] = len(work)
             waiting = sorted(half, key=by_place.__getitem__)
-            for one in half:
-                now = [found[each] for each in waiting if by_place[each] <= by_place[one]]
+            for at in half:
+                now = [found[each] for each in waiting if by_place[each] <= by_place[at]]
                 waiting = waiting[len(now) :]
                 key = tuple(map(id, now))
                 if key not in known:
-                    known[key] = _joined(now, blocks[one].moment)
-                computed[one] = known[key]
+                    known[key] = _joined(now, blocks[at].moment)
+                computed[at] = known[key]
             first = number + 1
     return computed
 

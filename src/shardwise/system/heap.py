@@ -157,7 +157,7 @@ class BackwardHeap:
             self._end = self._heap.end
         if takes_large is not self._takes_large:
             self._takes_large = takes_large
-            self._heap.map_from(_LARGE_BLOCK_BYTES if takes_large else HEAP_BLOCK_BYTES)
+            self._heap.map_from(LARGE_BLOCK_BYTES if takes_large else HEAP_BLOCK_BYTES)
 
     def end(self) -> None:
         """Its backward is over, or will not come. Call it again later: the last blocks are freed behind the end."""
