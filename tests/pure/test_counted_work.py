@@ -20,6 +20,7 @@ from shardwise.fit.operations import Worked, flops_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from tests.thorough import sampled
 
 WIDTH, TOKENS, ROWS, HEADS, WORDS = 64, 32, 3, 4, 100
@@ -257,3 +258,39 @@ def test_convolutions_count_the_gradients_that_are_needed(dims: int) -> None:
     (found,) = count_step(model, torch.ones(ROWS, 3, *[size] * dims), Plan(), Mesh(("dp",), (1,)), counts_work=True)
     first, second = (2 * ROWS * size**dims * 3**dims * one for one in (3 * 4, 4 * 5))
     assert sum(flops_of(one.operations) for one in found.worked) == 2 * first + 2 * second
+
+
+class Pair(torch.Tensor):
+    """A tensor without memory of its own, as quantized weights are: computes with two inside it."""
+
+    @staticmethod
+    def __new__(cls, one: torch.Tensor, other: torch.Tensor) -> Pair:
+        made: Pair = torch.Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype)
+        return made
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self.one, self.other = one, other
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["one", "other"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inside: dict[str, torch.Tensor], *_: object) -> Pair:
+        return Pair(inside["one"], inside["other"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = ([getattr(arg, name) if isinstance(arg, Pair) else arg for arg in args] for name in ("one", "other"))
+        return Pair(*(func(*some, **(kwargs or {})) for some in given))
+
+
+def test_of_a_tensor_that_wraps_others_their_memory_counts_and_its_own_operations() -> None:
+    seen, heard = list[str](), list[str]()
+    with LivingBytes(()) as living:
+        living.before = lambda func, *_: seen.append(str(func))
+        living.heard = lambda func, *_: heard.append(str(func))
+        made = Pair(torch.ones(64), torch.ones(64)) + 1
+        assert living.live_bytes == made.one.nbytes + made.other.nbytes
+        del made
+    assert seen == heard == ["aten.ones.default", "aten.ones.default", "aten.add.Tensor"]
+    assert living.live_bytes == 0
