@@ -224,8 +224,8 @@ def _as_computed(blocks: Sequence[Block], found: Sequence[Worked], work: Sequenc
     if all(block.moment.phase != "backward_input" for block in blocks):
         return list(found)
     places: dict[tuple[str, str], int] = {}  # those of the backward, which comes last
-    for place, one in enumerate(work):
-        places[one.moment.edge, one.moment.unit] = place
+    for place, counted in enumerate(work):
+        places[counted.moment.edge, counted.moment.unit] = place
     known: dict[tuple[int, ...], Worked] = {}
     computed, first = list(found), 0
     for number, block in enumerate(blocks):
