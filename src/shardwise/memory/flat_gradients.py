@@ -189,7 +189,7 @@ class FlatGradients:
         return True
 
     def count(self, index: int, is_last: bool) -> bool:
-        """As `arrive`, of a gradient that autograd has added."""
+        """As `arrive`, of a gradient that autograd has added to that in `summed`."""
         self.have_come = True
         if is_last and not self._has_come[index]:
             self._has_come[index] = True

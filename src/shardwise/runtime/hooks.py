@@ -165,26 +165,8 @@ class _Watched:
     def __init__(self, hooks: Hooks, unit: Unit, flat: Flat) -> None:
         self.hooks, self.unit, self.flat = hooks, unit, flat
         self.guard, self.grads = flat.guard, flat.grads
-        self.arrive, self.summed = flat.grads.arrive, flat.grads.summed
+        self.arrive, self.count, self.summed = flat.grads.arrive, flat.grads.count, flat.grads.summed
         self.use, self.halves = hooks._uses[unit.name], hooks._halves
-
-    def has_added(self, summed: Tensor, param: Tensor, index: int) -> bool:
-        """Whether autograd has added the gradient that has come to `summed`: then it is counted. See [Note: sums by
-        autograd] in `memory/fresh.py`."""
-        if self.guard.is_resting:
-            with DisableTorchFunctionSubclass():
-                is_added = param.grad is summed
-        else:
-            is_added = param.grad is summed
-        if not is_added:
-            return False
-        if not self.hooks._awaits_end:
-            self.hooks._await_end()
-        backward = self.use.backward
-        is_last = backward is None or backward >= graph_task()  # [Note: a backward inside]
-        if self.grads.count(index, is_last):
-            self.hooks._close_backward(self.unit)
-        return True
 
 
 class NotCopied:
@@ -436,7 +418,12 @@ class Hooks(NotCopied):
                 if watched is None:
                     return
                 summed = watched.summed[index]
-                if summed is not None and watched.has_added(summed, param, index):
+                if summed is not None and (_seen_at_rest(param) if watched.guard.is_resting else param.grad) is summed:
+                    if not watched.hooks._awaits_end:
+                        watched.hooks._await_end()
+                    backward = watched.use.backward
+                    if watched.count(index, backward is None or backward >= graph_task()):
+                        watched.hooks._close_backward(watched.unit)
                     return
                 if watched.guard.is_resting:
                     grad = _taken_at_rest(param)
@@ -528,6 +515,12 @@ def _cannot_sum(grad: Tensor, name: str) -> ModelError:
         f"The gradient of {name} is sparse; build the embedding with sparse=False, and train it with Adam if that was "
         f"SparseAdam, which takes no other gradients."
     )
+
+
+def _seen_at_rest(param: Tensor) -> Tensor | None:
+    """The gradient that autograd has stored."""
+    with DisableTorchFunctionSubclass():
+        return param.grad
 
 
 def _taken_at_rest(param: Tensor) -> Tensor | None:
