@@ -235,7 +235,6 @@ def test_tokens_that_are_mixed_outside_of_attention_are_told(how: str) -> None:
 NUMBERED: dict[str, Callable[[Tensor], Tensor]] = {
     "the logarithm of the length": lambda x: x * math.log(x.shape[1] + 1),
     "its root": lambda x: x / x.shape[1] ** 0.5,
-    "a number of elements, in a tensor": lambda x: x / torch.tensor(float(x.numel())),
 }
 
 

@@ -97,7 +97,7 @@ def penalized(model: Any, input_ids: Tensor) -> Tensor:
     ("forward", "said"),
     [
         (fused, r"The model computes with lm_head.weight, \[97, 32\], of which tensor.plan leaves"),
-        (penalized, "The model, or a hook of it, takes norm of model.layers.0.self_attn.q_proj.weight"),
+        (penalized, r"The model computes with model.layers.0.self_attn.q_proj.weight, \[32, 32\]"),
     ],
 )
 def test_a_forward_patched_into_a_model_with_a_plan_of_its_own_is_refused(forward: Any, said: str) -> None:

@@ -121,6 +121,8 @@ def mixes_flattened(
     elements as a loss does, or to choose some. `num_tokens` is a number that nothing else has."""
     if func not in _DIM_AT or func in _SELECTING or (isinstance(result, Tensor) and not result.dim()):
         return False
+    if not (args and isinstance(args[0], Tensor) and _is_flattened(num_tokens, args[0])):
+        return False
     return mixes(func, args, kwargs, num_tokens, partial(_is_flattened, num_tokens), 0) is not None
 
 

@@ -238,8 +238,8 @@ class StageViews:
             with _Record(found, stack, self._model) as record:
                 try:
                     yield
-                except (CommError, StateError, TierError, CorruptionError):
-                    raise  # of ranks and their memory, not of shapes
+                except (CommError, StateError, TierError, CorruptionError, ModelError):
+                    raise  # of ranks and their memory, or a sentence already, not of shapes
                 except _FAILURES as error:
                     failed = _FailedError(record.path, error, _of(pieces, found))  # before the unsplit ones come in
                     expected = self._expected(called, pieces, given) if _is_in(record.path, pieces) else None

@@ -136,7 +136,7 @@ class _Watch(TorchFunctionMode):
             return
         whole = _whole_shape(func, args, kwargs, weight)
         if whole == result.shape:
-            raise ModelError(_of_part(where, func, *shapes))
+            raise ModelError(_of_part(where, func, *shapes) if is_own else of_another(where, *shapes))
         if whole is not None:
             self._made[id(result)] = weakref.ref(result), Weight(weight.name, whole), param
 
@@ -165,7 +165,7 @@ def _running() -> nn.Module | None:
 
 
 def of_another(where: str, name: str, whole: Sequence[int], part: Sequence[int]) -> str:
-    """The sentence for a module that multiplies with the weight of another."""
+    """The sentence for a module that multiplies with the weight of another, or takes something of it."""
     return (
         f"{where or 'The model'} computes with {name}, {list(whole)}, of which tensor.plan leaves {list(part)} on a "
         f"rank along {AXIS}. Let a module of its own have the weight (such as head.weight = embed.weight, with the "
