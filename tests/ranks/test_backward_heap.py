@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from shardwise.errors import FaultError
 from shardwise.sharded import assembly
 from shardwise.system.heap import HEAP_BLOCK_BYTES, BackwardHeap
 from shardwise.testing import run_ranks
+from tests import inside
 
 
 class Told:
@@ -96,6 +99,51 @@ def test_large_blocks_come_from_the_heap_in_a_backward_alone(monkeypatch: pytest
     for seen, ends in run_ranks(2, rank):
         assert seen == "010 0 0010 00 00 010"
         assert ends == [1, 0, 0, 0, 0, 0]
+
+
+class Looking(nn.Linear):
+    """Tells in its backward, of which thread it is."""
+
+    def __init__(self, looks: Callable[[], None]) -> None:
+        super().__init__(4, 4)
+        self.looks = looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda _: self.looks())
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_in_stages_the_heap_serves_backwards_that_follow_a_forward(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the clock prices them. Another backward begins where the one before has ended."""
+    told: dict[int, Told] = {}
+    seen: dict[int, list[bool]] = {}
+
+    def look() -> None:
+        thread = threading.get_ident()
+        seen[thread].append(told[thread].threshold > HEAP_BLOCK_BYTES)
+
+    monkeypatch.setattr(assembly, "heap_for_backwards", lambda: BackwardHeap(told[threading.get_ident()]))
+    plan = {"preset": "zero2", "mesh": {"pp": 2, "dp": 2}, "accumulate": 3, "pipeline": {"schedule": schedule}}
+
+    def rank(world: sw.World) -> tuple[list[bool], list[bool]]:
+        thread = threading.get_ident()
+        told[thread], seen[thread] = Told(), []
+        model = nn.Sequential(Looking(look), Looking(look))
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            for _ in range(2):
+                seen[thread].clear()
+                engine.train_step(torch.ones(3, 4), loss_fn=torch.sum)
+            layout = inside.sharded(engine).parts.pipeline.layout  # type: ignore[union-attr]
+            row = layout.schedule.rows[layout.pp_rank_of(world.rank // 2)]
+            return seen[thread], [before.kind == "F" for before, op in pairwise(row) if op.kind in "BI"]
+
+    for found, expected in run_ranks(4, rank):
+        assert found == expected
+        assert any(found)
 
 
 @pytest.mark.parametrize("way", ["one rank", "budget"])

@@ -173,9 +173,11 @@ class RankProgram:
     """Whether the plan has one of device memory. Then a backward takes no large blocks from the heap of a process."""
 
     @property
-    def gradients_stay(self) -> bool:
-        """Whether all of them, in the tensors that autograd has made."""
-        return all(stay_as_made(flat) for unit in self.step.units for flat in unit.flats if flat.trainable)
+    def backwards_use_heap(self) -> bool:
+        """Whether on processors they take large blocks from there, if a forward is what came before: see [Note: blocks
+        of a backward] in `system/heap.py`."""
+        flats = (flat for unit in self.step.units for flat in unit.flats)
+        return not self.has_budget and any(flat.trainable and not stay_as_made(flat) for flat in flats)
 
 
 def time_ranks(
@@ -430,10 +432,9 @@ class _Rank:
         """Copies of activations that have not been waited for."""
         self._keeps_events = keeps_events
         self._work = work_of_blocks(program.step.micro_batch, program.work)
-        self._uses_heap = hardware.is_processor and not program.has_budget
-        self._takes_large = not program.gradients_stay
-        """Whether backwards then take large blocks from there: see [Note: blocks of a backward] in `system/heap.py`. In
-        a pipeline's schedule, the one that runs."""
+        self._uses_heap = hardware.is_processor and program.backwards_use_heap
+        self._is_behind_forward = True
+        """Whether the backward that runs, or the next one, follows a forward at once."""
         self._timed: dict[tuple[int, bool], _Timed] = {}
         """By the identity of what is in `_work`, which lives as long as this, and whether blocks come from the heap."""
         self.alone: dict[object, _Alone] = {}
@@ -499,12 +500,8 @@ class _Rank:
 
     def _schedule(self, program: Program, work: Sequence[Worked]) -> _Asked:
         """The ops of a pipeline's row, each after its message, and the message that it makes."""
-        place, begun_stages, stay = 0, set[int](), self.program.gradients_stay
+        place = 0
         for op in self.program.row or ():
-            makes = op.kind in "BW"
-            self._takes_large = makes and (not stay or op.stage in begun_stages)  # what the first one makes may stay
-            if makes:
-                begun_stages.add(op.stage)
             end = self._end_of(op, program, place)
             source = _source_of(op, self._last_stage)
             if source is not None:
@@ -514,6 +511,7 @@ class _Rank:
                 self._walk(block, worked)
                 if block.actions:
                     yield from self._act(block)
+            self._is_behind_forward = op.kind == "F"
             if self._keeps_events:
                 self._note(STAGES, f"{op.kind}{op.micro_batch}@{op.stage}", begun)
             place = end
@@ -596,7 +594,7 @@ class _Rank:
 
     def _walk(self, block: Block, worked: Worked) -> None:
         """What is computed before a moment of a pass."""
-        from_heap = self._uses_heap and self._takes_large and block.moment.phase != "forward"
+        from_heap = self._uses_heap and self._is_behind_forward and block.moment.phase != "forward"
         key = id(worked), from_heap
         timed = self._timed.get(key)
         if timed is None:
