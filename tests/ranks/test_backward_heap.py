@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from twins import adamw
 
 import shardwise as sw
-from shardwise.errors import FaultError
 from shardwise.sharded import assembly
 from shardwise.system.heap import HEAP_BLOCK_BYTES, BackwardHeap
 from shardwise.testing import run_ranks
@@ -162,74 +161,3 @@ def test_the_heap_serves_none_where_gradients_stay_or_memory_is_short(
             engine.step()
 
     run_ranks(1 if way == "one rank" else 2, rank)
-
-
-class Layer(nn.Module):
-    """Notes for its forwards and backwards whether large blocks come from the heap."""
-
-    def __init__(self, told: Told) -> None:
-        super().__init__()
-        self.layer, self.told, self.raises = nn.Linear(4, 4), told, False
-        self.noted: list[tuple[str, bool]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.note("forward")
-        y: Tensor = self.layer(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: self.note("backward"))
-        return y
-
-    def note(self, what: str) -> None:
-        self.noted.append((what, self.told.threshold > HEAP_BLOCK_BYTES))
-        if self.raises and len(self.noted) > 4:
-            raise ValueError(what)
-
-    def serves(self, what: str) -> list[bool]:
-        return [serves for one, serves in self.noted if one == what]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_in_a_schedule_the_heap_serves_backwards_whose_gradients_do_not_stay(
-    schedule: str, num_replicas: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nothing moves gradients, those of a stage's first backward stay where autograd has made them, and those of
-    later ones are added to them. The heap ends where it did when the schedule has ended."""
-    heaps: dict[int, BackwardHeap] = {}
-    monkeypatch.setattr(assembly, "heap_for_backwards", lambda: heaps[threading.get_ident()])
-    num_stages = 2 if schedule == "1f1b" else 4
-    plan = {
-        "preset": "ddp",
-        "mesh": {"pp": 2, "dp": num_replicas},
-        "accumulate": 4,
-        "pipeline": {"schedule": schedule, "stages": [[str(number)] for number in range(num_stages)]},
-    }
-
-    def rank(world: sw.World) -> None:
-        told = Told()
-        told.can_shrink = True
-        heaps[threading.get_ident()] = BackwardHeap(told)
-        layers = [Layer(told) for _ in range(num_stages)]
-        model = nn.Sequential(*layers)
-        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
-
-            def passes() -> None:
-                engine.forward_backward(torch.ones(4, 4), loss_fn=lambda y: y.square().mean())
-
-            for _ in range(3):  # the first is recorded
-                passes()
-                own = [layer for layer in layers if layer.noted]
-                assert len(own) == num_stages // 2
-                for layer in own:
-                    assert layer.serves("forward") == 4 * [False]
-                    assert layer.serves("backward") == [num_replicas > 1, True, True, True]
-                    layer.noted.clear()
-                assert (told.threshold, told.end) == (HEAP_BLOCK_BYTES, 0)
-                engine.zero_grad()
-            for layer in layers:
-                layer.raises = True
-            with pytest.raises((ValueError, FaultError)):
-                passes()
-            assert (told.threshold, told.end) == (HEAP_BLOCK_BYTES, 0)
-
-    run_ranks(2 * num_replicas, rank)

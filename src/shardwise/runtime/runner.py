@@ -66,10 +66,7 @@ class Runner:
         shared_buffers: Sequence[SharedBuffers],
         settings: Settings,
         heap: FreeHeap | BackwardHeap | None = None,
-        *,
-        gradients_stay: bool = False,
     ) -> None:
-        """`gradients_stay`: all of them, in the tensors that autograd has made (`stay_as_made`)."""
         self.units = list(units)
         self._model = model
         self.passes = Passes(executor.journal)
@@ -82,9 +79,6 @@ class Runner:
         self.heap = heap if isinstance(heap, FreeHeap) else None
         """Of which free pages are returned, or `None` if this is not done."""
         self._backward_heap = heap if isinstance(heap, BackwardHeap) else None
-        self._gradients_stay = gradients_stay
-        self._stages_begun: set[int] | None = None
-        """While a schedule runs, the stages that have gradients from it."""
         self._evaluation = Evaluation(executor.journal)
         self._is_training_root: bool | None = None
         """Whether the running call of the model had gradients enabled; `None` between calls."""
@@ -135,8 +129,7 @@ class Runner:
             self._recover()
         if not is_traced:  # the clock cannot be
             self._journal.clock.work()
-            if self._stages_begun is None:
-                self._end_backward_heap()
+            self._end_backward_heap()
         training = torch.is_grad_enabled()
         self._is_training_root = training
         if not training:
@@ -179,8 +172,7 @@ class Runner:
             self._paths.end_forward(training=True)
             if self.heap is not None and not is_dynamo_compiling():
                 self.heap.after_forward()
-            takes_large = not self._gradients_stay and self._stages_begun is None
-            if self._backward_heap is not None and takes_large and not is_dynamo_compiling():
+            if self._backward_heap is not None and not is_dynamo_compiling():
                 self._backward_heap.begin()
         self._is_training_root = None
         if self._evaluation.is_running:
@@ -326,8 +318,7 @@ class Runner:
             self._watching.note_seen(training=True)
         self.passes.end()
         self._journal.clock.rest()
-        if self._stages_begun is None:
-            self._end_backward_heap()
+        self._end_backward_heap()
 
     def await_graph(self, unit: Unit) -> None:
         """A backward is building a graph that may read `unit` in another backward: keep it whole until
@@ -375,12 +366,11 @@ class Runner:
 
     @contextmanager
     def over_schedule(self) -> Iterator[None]:
-        """Inside, the ops of a pipeline's schedule run, announced by `begin_op`: see
+        """Inside, the ops of a pipeline's schedule run, announced by `passes.begin_op`: see
         [Note: a schedule is a pass] in `passes.py`."""
         self.end_calls()
         self.recover_if_cut_short()
         self.passes.begin_schedule(self.halves.units)
-        self._stages_begun = set()
         self._hooks.lets_sum = not self.halves.units
         try:
             yield
@@ -389,24 +379,11 @@ class Runner:
             self.fail_schedule()
             raise
         finally:
-            self._stages_begun = None
-            self._end_backward_heap()
             self._hooks.lets_sum = False
             for unit in self.units:
                 for grads in unit.trained_grads:
                     grads.end_sums()
         self._end_schedule(is_complete=True)
-
-    def begin_op(self, op: Op, *, is_last: bool) -> None:
-        """`op` of the running schedule begins; `is_last`: none of its kind follows on its stage."""
-        self.passes.begin_op(op, is_last=is_last)
-        if self._backward_heap is None or self._stages_begun is None:
-            return
-        makes = op.kind in "BW"
-        takes_large = makes and (not self._gradients_stay or op.stage in self._stages_begun)
-        self._backward_heap.alternate(takes_large=takes_large)
-        if makes:
-            self._stages_begun.add(op.stage)
 
     def _require_unwritten(self) -> None:
         """Raise `ModelError` if code that a schedule ran, such as its loss, has written to parameters: once they stay

@@ -366,22 +366,12 @@ class _Assembly:
         to_say = sharding.if_forward_communicates
         settings = Settings(plan.prefetch_bytes, plan.compile, plan.paths == "by_rank", to_say)
         exchange = self._data_group.exchange
-        stay = all(stay_as_made(one.spec) for one in self._flats if one.spec.trainable)
         heap: FreeHeap | BackwardHeap | None = None
         if on_host(sharding.device) and sharding.budget.device is not None:
             heap = heap_to_keep_small()
-        elif on_host(sharding.device) and (sharding.staged is not None or not stay):
-            heap = heap_for_backwards()
-        return Runner(
-            self._model,
-            sharding.units,
-            executor,
-            exchange,
-            sharding.shared_buffers,
-            settings,
-            heap,
-            gradients_stay=stay,
-        )
+        elif on_host(sharding.device) and any(one.spec.trainable and not stay_as_made(one.spec) for one in self._flats):
+            heap = heap_for_backwards()  # gradients that stay where autograd made them would stay in the heap
+        return Runner(self._model, sharding.units, executor, exchange, sharding.shared_buffers, settings, heap)
 
     def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:
         among_all, among_peers, among_data = (

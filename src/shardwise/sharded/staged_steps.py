@@ -54,7 +54,7 @@ class _StageTrainer:
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
         self._micro_batch = op.micro_batch
-        self._runner.begin_op(op, is_last=is_last_of_kind)
+        self._runner.passes.begin_op(op, is_last=is_last_of_kind)
 
     def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
         return self._runner.halves.first(micro_batch)

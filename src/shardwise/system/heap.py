@@ -33,15 +33,11 @@ same place (3,700), and behind it the heap's end goes back to where it was, at o
 as before (731 MiB, 729; `zero3` 414, 410), because nothing of this is there in a forward, and what outlives a backward,
 sums of gradients, has pages of its own.
 
-In a pipeline's schedule forwards lie between backwards, and take large blocks from the system; the heap's end goes back
-when the schedule has ended. Where gradients stay in the tensors that autograd has made ([Note: gradients that stay] in
-`memory/fresh.py`), those of a stage's first backward come from the system, too, and those of later ones, which are
-added to them, from the heap. In two stages (`bench pipeline`, `heavy`, 1F1B, in a job of its own) a step takes 8,400
-page faults where it took 30,800, and torch's own schedule 43,300; a rank's peak was 308 MiB and is 304.
-
 Tried, and not kept: to leave the heap as it is. Then activations of the next forward come to lie in it, their memory
 stays when they are freed, and the peak is at the end of the backward, at 883 MiB instead of 729. Blocks of 16 MB, too:
-glibc does not find one with torch's alignment room in the hole of another one of the same size (`zero3` 445, 410).
+glibc does not find one with torch's alignment room in the hole of another one of the same size (`zero3` 445, 410). And
+where gradients stay in the tensors that autograd has made ([Note: gradients that stay] in `memory/fresh.py`) they would
+lie in the heap behind the backward.
 """
 
 from __future__ import annotations
@@ -149,15 +145,6 @@ class BackwardHeap:
         """A forward has ended."""
         self._end, self._takes_large = self._heap.end, True
         self._heap.map_from(LARGE_BLOCK_BYTES)
-
-    def alternate(self, *, takes_large: bool) -> None:
-        """Forwards and backwards take turns until `end`: a backward begins that takes large blocks, or something that
-        does not."""
-        if takes_large and self._end is None:
-            self._end = self._heap.end
-        if takes_large is not self._takes_large:
-            self._takes_large = takes_large
-            self._heap.map_from(LARGE_BLOCK_BYTES if takes_large else HEAP_BLOCK_BYTES)
 
     def end(self) -> None:
         """Its backward is over, or will not come. Call it again later: the last blocks are freed behind the end."""
