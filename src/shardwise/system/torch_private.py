@@ -45,6 +45,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "CALL_CODE",
     "TENSOR_ATTRIBUTES",
     "UNMARKED",
     "DataDependentOutputException",
@@ -258,11 +259,12 @@ def num_calls(module: torch.nn.Module) -> int:
     frame, found = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back
-        found += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        found += frame.f_code is CALL_CODE and frame.f_locals.get("self") is module
     return found
 
 
-_CALL = torch.nn.Module._call_impl.__code__
+CALL_CODE = torch.nn.Module._call_impl.__code__
+"""By which frames of calls of modules are told: their `self` is the module."""
 
 
 def is_checkpointing() -> bool:

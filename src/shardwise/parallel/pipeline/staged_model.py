@@ -52,6 +52,7 @@ from shardwise.plan.placement import Box
 from shardwise.program import UnitSpec
 from shardwise.runtime import EndOfForward, tensors_in
 from shardwise.system.own_hooks import hook
+from shardwise.system.torch_private import CALL_CODE
 
 Tensor = torch.Tensor
 _log = logging.getLogger("shardwise")
@@ -59,7 +60,6 @@ Forward = Callable[..., Any]
 Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 _CALL = "_compiled_call_impl"
 """What torch's `Module.__call__` calls in the place of forward and hooks, if it is there."""
-_CALL_CODE = nn.Module._call_impl.__code__
 _NO_SCRIPTS = frozenset({"builtins", "torch", "shardwise"})
 PLAIN_LOOP = (
     "This engine's plan splits the model into pipeline stages, of which each rank has its own. Call the whole model as "
@@ -626,7 +626,7 @@ class StagedModel:
     def _raised_in(self, error: Exception) -> str | None:
         """The name of the stage's module out of whose call `error` comes."""
         own = {one.own: one.absent._name for one in self._slots if one.own is not None}
-        called = [frame.f_locals["self"] for frame, _ in walk_tb(error.__traceback__) if frame.f_code is _CALL_CODE]
+        called = [frame.f_locals["self"] for frame, _ in walk_tb(error.__traceback__) if frame.f_code is CALL_CODE]
         return next((own[one] for one in called if one in own), None)
 
     def _take(

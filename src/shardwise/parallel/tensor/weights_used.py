@@ -25,13 +25,12 @@ from shardwise.errors import ModelError
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.system.own_hooks import hook_around
 from shardwise.system.torch_functions import named
-from shardwise.system.torch_private import tree_map_only
+from shardwise.system.torch_private import CALL_CODE, tree_map_only
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 PRODUCTS = frozenset({*named("linear", "matmul", "mm"), Tensor.__matmul__, nn.functional.embedding})
 """With which modules multiply by their weights."""
-_CALL_CODE = nn.Module._call_impl.__code__
 
 
 class Weight(NamedTuple):
@@ -158,7 +157,7 @@ def _whole_shape(
 def _running() -> nn.Module | None:
     """The module whose forward, or a hook of which, is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL_CODE:
+    while frame is not None and frame.f_code is not CALL_CODE:
         frame = frame.f_back
     found: nn.Module | None = None if frame is None else frame.f_locals["self"]
     return found
