@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from shardwise.parallel.outline import outline
 from shardwise.plan import Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from shardwise.program import Update
+from shardwise.system.units import parse_bytes
 from tests.models import Decoder, Gpt, Mixture, Stack
 from tests.thorough import sampled, thorough_only
 
@@ -617,3 +619,29 @@ def test_stages_that_a_plan_lists(schedule: str, chunks: int, pp: int) -> None:
     derived, exact = subject.evaluate(candidate), subject.confirm(candidate)
     assert derived.seconds == pytest.approx(exact.seconds, rel=0.25)
     assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("machine", "build", "batch"),
+    [
+        ("cpu", Decoder, tokens(1, length=64)),
+        ("h100-sxm", Gpt, (torch.zeros(2, 16, dtype=torch.long), torch.arange(16).repeat(2, 1))),
+    ],
+)
+def test_devices_of_what_is_said_to_do_are_enough(
+    machine: str, build: Callable[..., nn.Module], batch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """What the smallest plan takes is said as it was found exactly, rounded up; a plan is found that needs no more."""
+
+    def searched(device_bytes: int) -> Found:
+        on_cpu = machine == "cpu"
+        subject = ModelSubject(on_meta(build), batch, hardware(machine), 8, Plan(), on_cpu=on_cpu)
+        space = Space(("zero1", "offload"), ("pp",), ("recompute",), schedules=(("1f1b", 1),), rows=(1,))
+        return search(subject, 2, Limits(device_bytes, 2**36), base=subject.base, space=space)
+
+    with pytest.raises(ConfigError, match="What would do: devices of ") as raised:
+        searched(1024)
+    said = re.search(r"devices of ([\d.]+ \wiB)", str(raised.value))
+    assert said is not None
+    enough = parse_bytes(said[1])
+    assert searched(enough).best[0].found.device_bytes <= enough

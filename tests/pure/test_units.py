@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.system.units import format_bytes, format_count, format_seconds, parse_bytes
+from shardwise.system.units import format_bytes, format_count, format_enough, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,11 @@ def test_a_count_of_bytes_reads_back(num_bytes: int) -> None:
 @given(st.integers(0, 2**50))
 def test_written_bytes_read_back_within_their_last_digit(num_bytes: int) -> None:
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.05)
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_said_to_be_enough_is(num_bytes: int) -> None:
+    assert num_bytes <= parse_bytes(format_enough(num_bytes)) <= 1.1 * num_bytes + 1
 
 
 @pytest.mark.parametrize(

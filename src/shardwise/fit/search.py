@@ -44,7 +44,7 @@ from shardwise.plan.mesh import check_num_ranks
 from shardwise.plan.placement import PRESETS
 from shardwise.plan.placement import preset as preset_named
 from shardwise.program.schedule import SCHEDULES
-from shardwise.system.units import format_bytes, format_seconds
+from shardwise.system.units import format_bytes, format_enough, format_seconds
 
 Objective = Literal["time", "memory", "cost"]
 OBJECTIVES: dict[Objective, str] = {
@@ -291,7 +291,10 @@ class _Search:
         self.num_pruned += len(bounded) - len(fitting)
         best = self._exactly(self._relieved(bounded, self._best_of(fitting)), fitting)
         if not best:
-            raise self._nothing_fits(bounded)
+            least = self._smallest(bounded)
+            if least is None or not least.found.fits(self.limits):
+                raise self._nothing_fits(least)
+            best = [least]  # what was asked of it before was derived, or others came first until enough were evaluated
         best, why_not = self._beside_neighbours(best, fitting)
         self._count_left(fitting, best)
         evaluated = tuple(Ranked(one, found) for one, found in self.known.items() if isinstance(found, Evaluated))
@@ -461,13 +464,17 @@ class _Search:
         """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
         another may be better, that one is tried next."""
         while best and not best[0].found.is_exact:
-            candidate = best[0].candidate
-            try:
-                self.known[candidate] = self.subject.confirm(candidate)
-            except REFUSALS as error:
-                self.known[candidate] = error
+            self._confirm(best[0].candidate)
             best = self._known_best() or self._best_of(fitting)
         return best
+
+    def _confirm(self, candidate: Candidate) -> Evaluated | ShardwiseError:
+        """As `evaluate`, as exactly as it can be foreseen."""
+        try:
+            self.known[candidate] = self.subject.confirm(candidate)
+        except REFUSALS as error:
+            self.known[candidate] = error
+        return self.known[candidate]
 
     def _relieved(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> list[Ranked]:
         """The best, after the most promising of each preset that does not fit has been tried with a share of it off the
@@ -663,10 +670,9 @@ class _Search:
                     reason = f"{spent:+.1%} device-seconds; its step takes {reason}"
                 yield WhyNot(what, reason, found)
 
-    def _nothing_fits(self, bounded: Sequence[tuple[Candidate, Bound]]) -> ConfigError:
-        """By how much, and what would help."""
+    def _nothing_fits(self, least: Ranked | None) -> ConfigError:
+        """By how much even the one that takes `least`, and what would help."""
         world_size = self.world_size
-        least = self._smallest(bounded)
         if least is None:
             return ConfigError(f"No plan is possible on {world_size} ranks: {self._why_impossible()}")
         device, host = least.found.over(self.limits)
@@ -694,8 +700,11 @@ class _Search:
             )
         return "; ".join(reasons)
 
-    def _smallest(self, bounded: Sequence[tuple[Candidate, Bound]], most: int = 12) -> Ranked | None:
-        """The one that takes least, of those with the least bounds."""
+    def _smallest(
+        self, bounded: Sequence[tuple[Candidate, Bound]], most: int = 12, *, to_fit: bool = False
+    ) -> Ranked | None:
+        """The one that takes least, of those with the least bounds, evaluated exactly: somebody gets devices of what it
+        takes. With `to_fit` one that does not fit is of no interest, and may be what was derived."""
 
         def excess(bound: Bound) -> float:
             host = 0.0 if self.limits.host_bytes is None else max(0.0, bound.host_bytes - self.limits.host_bytes)
@@ -706,14 +715,22 @@ class _Search:
             for candidate, _ in sorted(bounded, key=lambda one: (excess(one[1]), one[1].device_bytes))
             if self._can_split(candidate)
         )
-        found = []
+        found: list[Ranked] = []
         for candidate in islice(possible, most):
-            evaluated = self.evaluate(candidate)
-            if isinstance(evaluated, Evaluated):
-                found.append(Ranked(candidate, evaluated))
-            else:
-                self.refuse(candidate, evaluated)
-        return min(found, key=lambda one: max(0, *one.found.over(self.limits)), default=None)
+            self._add(found, candidate, self.evaluate(candidate))
+        while found:
+            least = min(found, key=lambda one: max(0, *one.found.over(self.limits)))
+            if least.found.is_exact or (to_fit and not least.found.fits(self.limits)):
+                return least
+            found.remove(least)
+            self._add(found, least.candidate, self._confirm(least.candidate))
+        return None
+
+    def _add(self, found: list[Ranked], candidate: Candidate, evaluated: Evaluated | ShardwiseError) -> None:
+        if isinstance(evaluated, Evaluated):
+            found.append(Ranked(candidate, evaluated))
+        else:
+            self.refuse(candidate, evaluated)
 
     def _can_split(self, candidate: Candidate) -> bool:
         error = self.why_unsplit(candidate)
@@ -723,19 +740,19 @@ class _Search:
 
     def _cures(self, least: Ranked, device: int, host: int) -> Iterable[str]:
         if device > 0:
-            yield f"devices of {format_bytes(least.found.device_bytes)}"
+            yield f"devices of {format_enough(least.found.device_bytes)}"
         if host > 0:
-            yield f"hosts of {format_bytes(least.found.host_bytes)}"
+            yield f"hosts of {format_enough(least.found.host_bytes)}"
         for factor in MORE_RANKS:
             bounded = self._bounded(self._on(self.world_size * factor, self.space))
-            more = self._smallest([one for one in bounded if self._may_fit(one[1])], most=6)
+            more = self._smallest([one for one in bounded if self._may_fit(one[1])], most=6, to_fit=True)
             if more is not None and more.found.fits(self.limits):
                 yield f"{more.candidate.world_size} ranks ({more.candidate})"
                 break
         tiers = [preset for preset in ON_HOST if preset not in self.space.presets]
         if tiers:
             space = replace(self.space, presets=tuple(tiers))
-            there = self._smallest(self._bounded(self._on(self.world_size, space)), most=6)
+            there = self._smallest(self._bounded(self._on(self.world_size, space)), most=6, to_fit=True)
             if there is not None and there.found.fits(self.limits):
                 yield f"the host's memory ({there.candidate})"
         if not self._leaves_no_room(least):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from shardwise.errors import ConfigError
@@ -21,6 +22,12 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.1f} {name}"
     return f"{num_bytes / 1024:.1f} TiB"
+
+
+def format_enough(num_bytes: int) -> str:
+    """As `format_bytes`, rounded up: whoever gives what it says gives at least `num_bytes`."""
+    tenth = next((BYTES[name] / 10 for name in "TGMK" if num_bytes >= BYTES[name]), 1)
+    return format_bytes(math.ceil(num_bytes / tenth) * tenth)
 
 
 def parse_bytes(text: str) -> int:
