@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shardwise import system
-from shardwise.system.whose_code import called_by_script, whose
+from shardwise.errors import ConfigError
+from shardwise.system.whose_code import called_by_script, whose, whose_class
 
 SITE_PACKAGES = Path(torch.__file__).parent.parent
 
@@ -30,6 +31,14 @@ def test_files_of_this_library_and_of_torch_and_those_between_are_known_as_such(
     assert whose(str(nn.__file__)) == "others'"
     assert {whose(name) for name in (threading.__file__, contextlib.__file__, "<string>")} == {"others'"}
     assert whose("/home/me/train.py") == "the user's"
+
+
+def test_whose_a_class_is() -> None:
+    """Also that of a script, and of a module that nobody can import any more."""
+    assert {whose_class(kind) for kind in (ValueError, torch.OutOfMemoryError, nn.Linear)} == {"others'"}
+    assert whose_class(ConfigError) == "ours"
+    of_script, of_nobody = (type("Found", (Exception,), {"__module__": name}) for name in ("__main__", "gone"))
+    assert {whose_class(kind) for kind in (of_script, of_nobody, pytest.Module)} == {"the user's"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -26,14 +27,23 @@ _OTHERS = (TORCHS, threading.__file__, contextlib.__file__, "<")
 """Between a user's code and ours: torch, threads and contexts, and what has no file."""
 _INSTALLED = {"site-packages", "dist-packages"}
 """Where pip, and Debian's own packages, put libraries, whatever their names."""
+Whose = Literal["ours", "the user's", "others'"]
 
 
 @lru_cache(4096)  # asked for dozens of frames at each message between stages
-def whose(file_name: str) -> Literal["ours", "the user's", "others'"]:
+def whose(file_name: str) -> Whose:
     """Whose the code of a file is, by the name that its frames have."""
     if file_name.startswith(_OURS):
         return "ours"
     return "others'" if file_name.startswith(_OTHERS) else "the user's"
+
+
+def whose_class(kind: type) -> Whose:
+    """Whose a class is, by the file of its module. Python's own have none, nor have a prompt's: the user's."""
+    module = sys.modules.get(kind.__module__)
+    if module is None or kind.__module__ == "__main__":
+        return "the user's"
+    return whose(getattr(module, "__file__", None) or "<built in>")
 
 
 def called_by_script(frame: FrameType) -> FrameType | None:

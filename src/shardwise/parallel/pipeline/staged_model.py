@@ -53,6 +53,7 @@ from shardwise.program import UnitSpec
 from shardwise.runtime import EndOfForward, tensors_in
 from shardwise.system.own_hooks import hook
 from shardwise.system.torch_private import CALL_CODE
+from shardwise.system.whose_code import whose_class
 
 Tensor = torch.Tensor
 _log = logging.getLogger("shardwise")
@@ -60,7 +61,6 @@ Forward = Callable[..., Any]
 Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 _CALL = "_compiled_call_impl"
 """What torch's `Module.__call__` calls in the place of forward and hooks, if it is there."""
-_NO_SCRIPTS = frozenset({"builtins", "torch", "shardwise"})
 PLAIN_LOOP = (
     "This engine's plan splits the model into pipeline stages, of which each rank has its own. Call the whole model as "
     "model(batch) or engine(batch), on all ranks of the pipeline, and not its forward or parts of it. In a job that "
@@ -614,7 +614,7 @@ class StagedModel:
         by which a hook leaves the forward with features. Code that catches it would go on alone: the other ranks have
         no such hook, and wait for what follows."""
         kind = type(error)
-        if kind.__module__.partition(".")[0] in _NO_SCRIPTS or (name := self._raised_in(error)) is None:
+        if whose_class(kind) != "the user's" or (name := self._raised_in(error)) is None:
             return
         text = str(error).partition("\n")[0]  # it may be a tensor's
         raise StateError(
