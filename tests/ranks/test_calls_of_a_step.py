@@ -15,7 +15,7 @@ from torch import nn
 from twins import adamw
 
 import shardwise as sw
-from benchmarks.calls import OWN, calls_during
+from benchmarks.calls import MESSAGES, OWN, calls_during
 from benchmarks.overhead_rank import BATCH, DIM, Block, ours
 from shardwise.memory import Flat, FlatGradients
 from shardwise.testing import run_ranks
@@ -23,12 +23,11 @@ from tests import inside
 from tests.ranks.threads_as_members import run_members
 
 NUM_RANKS, FEW, MANY = 2, 4, 24
-MOST_FOR_A_PARAMETER = 2.4
-"""One when its gradient arrives, and one that stores it; now and then one more looks for a late message. It was 5 while
-the optimizer was given gradients, and writes were counted, by parameter."""
-MOST_FOR_ELASTIC, MOST_FOR_ELASTIC_AND_A_PARAMETER = 235, 2.4
-"""What a step calls more where a rank may be lost. It was 237 to 255 while the message that ends the step had memory of
-its own."""
+MOST_FOR_A_PARAMETER = 2
+"""One when its gradient arrives, and one that stores it. It was 5 while the optimizer was given gradients, and writes
+were counted, by parameter."""
+MOST_FOR_ELASTIC, MOST_FOR_ELASTIC_AND_A_PARAMETER = 174, 1
+"""What a step calls more where a rank may be lost, beside what looks for messages."""
 MOST_OF_SMALL_BLOCKS = {"ddp": 1950, "zero3": 2630}
 """In a step of 8 units with 16 parameters each, on one of 8 ranks of which nothing has to be awaited. It was 1,988 and
 2,718 before what all steps have in common was worked out once."""
@@ -46,7 +45,8 @@ class Vectors(nn.Module):
 
 
 def calls_of_a_step(num_params: int, plan: str = "ddp", images: Path | None = None) -> int:
-    """On the rank that makes the most; with a folder for `images`, in an elastic job."""
+    """On the rank that makes the most; with a folder for `images`, in an elastic job. What looks for messages is left
+    out: it does so as often as they are late, with 202 to 225 calls more of an elastic step instead of 174."""
     models = [Vectors(num_params) for _ in range(NUM_RANKS)]
 
     def rank(world: sw.World, _: int = 0) -> int:
@@ -60,7 +60,7 @@ def calls_of_a_step(num_params: int, plan: str = "ddp", images: Path | None = No
 
             for _ in range(3):
                 step()
-            return min(calls_during(step, within=OWN) for _ in range(5))  # waits for others look again and again
+            return calls_during(step, within=OWN, but=MESSAGES)
 
     return max(run_ranks(NUM_RANKS, rank) if images is None else run_members(NUM_RANKS, rank, images).values())
 
