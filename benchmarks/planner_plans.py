@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.planner_models import MODELS, ModelSize, rows_of
 from shardwise.errors import ShardwiseError
+from shardwise.fit.batch_rows import with_rows
 from shardwise.fit.clock import RankProgram, Timeline, time_ranks
 from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.model_subject import with_rows
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.placement import PRESETS, mesh_for

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.fit import foreseen, model_subject
+from shardwise.fit import foreseen, model_subject, rehearsals
 from shardwise.fit.candidates import Candidate, Space
 from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware import hardware
@@ -57,16 +57,16 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(where, name, call)
 
-    counted(model_subject, "count_step", "rehearsals")
+    counted(rehearsals, "count_step", "rehearsals")
     counted(foreseen, "plan_step", "programs")
     counted(model_subject, "step_time", "times")
-    former = model_subject.without_values
+    former = rehearsals.without_values
 
     def whole(model: nn.Module) -> nn.Module:
         found["whole models"] += 1
         return former(model)
 
-    monkeypatch.setattr(model_subject, "without_values", whole)
+    monkeypatch.setattr(rehearsals, "without_values", whole)
     return found
 
 

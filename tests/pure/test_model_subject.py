@@ -219,13 +219,13 @@ WIDE = Plan(tensor={"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}) 
 def counting(subject: ModelSubject) -> list[tuple[str, int, int]]:
     """Treatment, size along tp and rows of what `subject` rehearses from now on."""
     rehearsed: list[tuple[str, int, int]] = []
-    own = subject._rehearsed
+    own = subject.rehearsals._rehearsed
 
     def noted(candidate: Candidate, *, for_messages: bool) -> list[Counted]:
         rehearsed.append((candidate.policy, candidate.size("tp"), candidate.rows))
         return own(candidate, for_messages=for_messages)
 
-    subject._rehearsed = noted  # type: ignore[method-assign]  # of this one
+    subject.rehearsals._rehearsed = noted  # type: ignore[method-assign]  # of this one
     return rehearsed
 
 
@@ -237,9 +237,10 @@ def test_two_sizes_of_micro_batches_tell_of_all_others(build: type[Decoder], tol
     subject = ModelSubject(model, tokens(1, length=64), H100, 64, WIDE, on_cpu=False)
     rehearsed = counting(subject)
     for tp in (1, 2):
-        derived = {rows: subject._derived(Candidate("zero1", (("dp", 1), ("tp", tp)), rows, 1)) for rows in (8, 16, 64)}
+        candidates = [Candidate("zero1", (("dp", 1), ("tp", tp)), rows, 1) for rows in (8, 16, 64)]
+        derived = {one.rows: subject.rehearsals.derived(one) for one in candidates}
         assert sorted(rehearsed) == [("keep", tp, rows) for rows in (told if tp == 1 else told[-2:])]
-        ((found,), exact) = derived[16], subject._count(Candidate("zero1", (("dp", 1), ("tp", tp)), 16, 1))[0]
+        ((found,), exact) = derived[16], subject.rehearsals.count(Candidate("zero1", (("dp", 1), ("tp", tp)), 16, 1))[0]
         rehearsed.clear()
         assert found.worked == exact.worked
         assert found.sent_bytes == exact.sent_bytes
@@ -257,7 +258,7 @@ def test_what_a_rehearsal_leaves_is_collected_where_nothing_else_does() -> None:
     gc.disable()
     try:
         for rows in (1, 2, 3, 4):
-            subject._count(Candidate("zero1", (("dp", 1), ("tp", 2)), rows, 1))
+            subject.rehearsals.count(Candidate("zero1", (("dp", 1), ("tp", 2)), rows, 1))
             num_alive.append(sum(type(one) is Decoder for one in gc.get_objects()))
     finally:
         gc.enable()
@@ -311,7 +312,8 @@ def test_a_treatment_is_bounded_by_itself_on_fewer_ranks(build: type[Decoder], l
     for one in every:
         if (one.size("tp"), one.rows) == (4, 1):
             assert not subject.least(one, itself=True).is_own
-    assert rehearsed == [(policy, 2, subject._rows_of_size) for policy in policies], "of four ranks two tell more"
+    rows = subject.rehearsals.rows_of_size
+    assert rehearsed == [(policy, 2, rows) for policy in policies], "of four ranks two tell more"
     closer = [subject.least(one) for one in every]
     for one, *bounded in zip(every, least, closer, strict=True):
         exact = subject.evaluate(one)
@@ -334,16 +336,17 @@ class Planned(Decoder):
 def test_messages_of_stages_are_whole(plan: Plan, rehearsed: int) -> None:
     """On any number of ranks along tp, which are rehearsed only where a plan may split what a stage hands over."""
     subject = ModelSubject(on_meta(Planned, num_blocks=8, width=64), tokens(2, length=64), H100, 64, plan, on_cpu=False)
-    own, count = subject._rehearsed, list[Candidate]()
+    own, count = subject.rehearsals._rehearsed, list[Candidate]()
 
     def noted(candidate: Candidate, *, for_messages: bool) -> list[Counted]:
         count.extend([candidate] if for_messages else [])
         return own(candidate, for_messages=for_messages)
 
-    subject._rehearsed = noted  # type: ignore[method-assign]  # of this one
+    subject.rehearsals._rehearsed = noted  # type: ignore[method-assign]  # of this one
     split = [Candidate("zero1", (("pp", 4), ("dp", 1), ("tp", tp)), 2, 8) for tp in (1, 2)]
-    found = [subject._message_bytes(one) for one in split]
-    assert found == [max(num for part in subject._count(one) for num in part.message_bytes.values()) for one in split]
+    found = [subject.rehearsals.message_bytes(one) for one in split]
+    counts = map(subject.rehearsals.count, split)
+    assert found == [max(num for part in one for num in part.message_bytes.values()) for one in counts]
     assert len(count) == rehearsed
 
 
@@ -386,7 +389,7 @@ def test_two_splits_tell_closely_what_a_third_holds(build: type[Decoder], policy
     """Of eight ranks along tp, two and four: so eight are rehearsed only if they may fit and be fast enough."""
     subject = ModelSubject(on_meta(build, num_blocks=8, width=256), tokens(1, length=64), H100, 64, WIDE, on_cpu=False)
     subject.size(policy, None)
-    first = subject._rows_of_size
+    first = subject.rehearsals.rows_of_size
     widest = [Candidate("zero1", (("dp", 1), ("tp", 8)), rows, 1, policy) for rows in (first, 4 * first)]
     rehearsed = counting(subject)
     for _ in range(2):
@@ -395,7 +398,7 @@ def test_two_splits_tell_closely_what_a_third_holds(build: type[Decoder], policy
     for one in widest:
         (held,) = (load.activations for found in [subject.least(one)] for load in found.loads[-1:])
         rehearsed.clear()
-        (exact,) = subject._count(one)
+        (exact,) = subject.rehearsals.count(one)
         most = max(mark.peak_bytes for mark in exact.activations.marks)
         assert (0.9 * most if one.rows == first else 0) < held <= most, one
 
@@ -445,7 +448,7 @@ def test_uneven_stages_are_bounded_by_what_each_of_them_has() -> None:
     blocks = subject.blocks_by_rank(candidate)
     assert (sum(blocks), min(blocks), max(blocks)) == (24, 1, 2)
     rough, exact = bounds.of(candidate), subject.evaluate(candidate).device_bytes
-    message_bytes = subject._message_bytes(candidate)
+    message_bytes = subject.rehearsals.message_bytes(candidate)
     without_messages = exact - in_transit(16, 16, message_bytes, message_bytes)
     assert 0.5 * exact < rough.device_bytes <= exact
     assert without_messages < rough.resting + size.row_bytes * candidate.rows

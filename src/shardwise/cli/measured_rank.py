@@ -15,7 +15,7 @@ import torch
 import shardwise as sw
 from shardwise.cli.model_file import batch_from, real_model
 from shardwise.errors import ConfigError
-from shardwise.fit.model_subject import rows_of, with_rows
+from shardwise.fit.batch_rows import rows_of, with_rows
 
 NUM_WARM, NUM_TIMED = 2, 5
 OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {

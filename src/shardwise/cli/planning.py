@@ -108,9 +108,9 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits]:
         on_cpu=machine.is_processor,
         disk=base.disk,
     )
-    if subject.rows_of_batch < 1:
+    if subject.rehearsals.rows_of_batch < 1:
         raise ConfigError(f"The batch of {args.batch} has no samples; return one of at least 1.")
-    subject.num_rows = args.rows if args.rows is not None else args.world * subject.rows_of_batch
+    subject.num_rows = args.rows if args.rows is not None else args.world * subject.rehearsals.rows_of_batch
     if not 1 <= subject.num_rows <= MOST_ROWS:
         raise ConfigError(f"--rows is {subject.num_rows}; give 1 to {MOST_ROWS}, the samples of a step on all ranks.")
     return subject, _limits(args, machine)

@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, ShardwiseError, nearest
 from shardwise.fit.hardware import Hardware
 from shardwise.plan import Activations, DtypeName, Offload, Pipeline, Plan, PolicyName, PrecisionName, WireFormat
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import BITS, PRESETS, WIDTH, Axes, Codes, Table, Tier, Wire, table_for
+from shardwise.plan.placement import BITS, PRESETS, WIDTH, Axes, Codes, Table, Tier, Wire, mesh_for, table_for
 from shardwise.program.schedule import SCHEDULES, chunks_of
 from shardwise.system.even_parts import divisors
 
@@ -224,6 +224,11 @@ class Candidate:
             del changed["mesh"]
         given = {name: getattr(base, name) for name in base.model_fields_set if name != "search"}
         return Plan(**{**given, **changed})
+
+    def placed(self, base: Plan, ranks_per_node: int) -> tuple[Plan, Mesh]:
+        """Its plan, on the mesh that `shard` would make."""
+        plan = self.plan(base)
+        return plan, mesh_for(plan, self.world_size, ranks_per_node)
 
     def __str__(self) -> str:
         split = [f"{axis} {size}" for axis, size in self.sizes if size > 1]

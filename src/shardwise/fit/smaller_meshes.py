@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwise.fit.batch_rows import rows_of, with_rows
 from shardwise.fit.clock import RankProgram, time_ranks
 from shardwise.fit.equal_blocks import without_values
 from shardwise.fit.few_blocks import count_alike
 from shardwise.fit.foreseen import rank_units
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.parallel.conversions import Converted
 from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Plan

@@ -22,10 +22,10 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ModelError
+from shardwise.fit.batch_rows import rows_of, with_rows
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.hardware_here import described_hardware, with_ranks_of
-from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.fit.step_time import StepTime, step_time
 from shardwise.observe.differences import Difference, compared, seconds_by_action
 from shardwise.observe.record import RunRecord, warns_if_unwritable

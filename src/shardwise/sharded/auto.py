@@ -30,11 +30,12 @@ from torch import nn
 from shardwise.comm import World
 from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import ConfigError, ModelError
+from shardwise.fit.batch_rows import rows_of
 from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space, precisions_of, wires_of
 from shardwise.fit.equal_blocks import without_values
 from shardwise.fit.hardware_here import hardware_here, with_ranks_of
 from shardwise.fit.measured_work import OperatorClock
-from shardwise.fit.model_subject import ModelSubject, Updates, rows_of
+from shardwise.fit.model_subject import ModelSubject, Updates
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Found, Limits, search
 from shardwise.fit.stage_balance import Balance, stage_balance
 from shardwise.init import Wishes, device_for

@@ -314,7 +314,7 @@ def _candidate(base: sw.Plan, micro_batch: int, accumulate: int, world_size: int
 def _evaluated(
     subject: ModelSubject, base: sw.Plan, candidate: Candidate, *, is_exact: bool
 ) -> Evaluated | ShardwiseError:
-    subject.base = base
+    subject.rebase(base)
     try:
         return subject.confirm(candidate) if is_exact else subject.evaluate(candidate)
     except (ConfigError, ModelError, CommError, StateError) as error:
