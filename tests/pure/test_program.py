@@ -295,9 +295,10 @@ def test_the_next_unit_is_on_its_way_by_default() -> None:
     assert [action.flat for action in program["before backward h.1"] if action.verb == "gather"] == ["h.0"]
 
 
-@pytest.mark.parametrize("num_ahead", [0.5, 1, 3, 40, 1000])
+@pytest.mark.parametrize("num_ahead", [0.5, 1, 3, 12, 20, 40, 1000])
 def test_gathers_run_as_far_ahead_as_the_budget_allows(num_ahead: float) -> None:
-    """However far: to the first block before a computation from which on there is room, behind their last use."""
+    """However far, also past the blocks that are looked at one by one: to the first block before a computation from
+    which on there is room, behind their last use."""
     table = with_dtypes(PRESETS["zero3"], ONE)
     units = tuple(UnitSpec(f"h.{index}", (flat(f"h.{index}", table, ONE, 1 + index % 3),)) for index in range(48))
     full_bytes = {one.name: one.full_bytes for unit in units for one in unit.flats}
