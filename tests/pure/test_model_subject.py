@@ -569,7 +569,7 @@ def test_what_does_not_fit_leaves_the_device_in_part() -> None:
         search(subject, 2, Limits(device_bytes), base=subject.base, space=replace(space, shares=False))
 
     disk = Disk(read_bytes_per_second=3e9, write_bytes_per_second=3e9)
-    subject.hardware, subject.disk = H100.model_copy(update={"disk": disk}), "/scratch"
+    subject = replace(subject, hardware=H100.model_copy(update={"disk": disk}), disk="/scratch")
     limits = Limits(device_bytes, best.found.host_bytes * 9 // 10)
     candidate = search(subject, 2, limits, base=subject.base, space=space).best[0].candidate
     assert candidate.offload is not None
