@@ -16,13 +16,17 @@ MESSAGES = str(Path(OWN, "comm", "transport"))
 
 
 def calls_during(work: Callable[[], object], within: str = "", but: str = "/nowhere/") -> int:
-    """Those that `work` makes on this thread, of files whose path begins with `within`, and not with `but`."""
-    num_calls = 0
+    """Those that `work` makes on this thread, of files whose path begins with `within`; without those of files whose
+    path begins with `but`, and what these call."""
+    num_calls = depth = 0
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal num_calls
+        nonlocal num_calls, depth
         path = frame.f_code.co_filename
-        num_calls += event == "call" and path.startswith(within) and not path.startswith(but)
+        if path.startswith(but):
+            depth += (event == "call") - (event == "return")
+        else:
+            num_calls += event == "call" and not depth and path.startswith(within)
 
     sys.setprofile(note)
     try:
