@@ -37,7 +37,7 @@ from shardwise.memory.releasable import Releasable, releasable
 from shardwise.plan.placement import LOSS_DTYPE, Slot, Span
 from shardwise.program import Buffer, FlatSpec, disk_bytes, kept_losses, resting_disk_bytes
 from shardwise.system.telemetry import ByteMeter
-from shardwise.system.torch_private import DisableTorchFunctionSubclass, storage_id
+from shardwise.system.torch_private import DisableTorchFunction, storage_id
 
 Tensor = torch.Tensor
 ANCHOR, MOMENTUM = "outer.anchor", "outer.momentum"
@@ -336,7 +336,7 @@ class Flat:
     def put_back(self) -> bool:
         """Make parameters views of `full` again that have been given other memory (`param.data = ...`) below our
         notice. Returns whether there were any."""
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             own = storage_id(self.full.untyped_storage())
             moved = [
                 (slot, param)

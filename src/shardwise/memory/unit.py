@@ -20,6 +20,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Slot, Table, padded_numel
 from shardwise.program import FactoredMatrix, FlatSpec, PlacedUpdate, UnitMoments, UnitSpec, Update, gather_due
 from shardwise.system.telemetry import ByteMeter
+from shardwise.system.torch_private import DisableTorchFunction
 
 Named = tuple[str, nn.Parameter]
 OverlapsCompute = Callable[[str], bool]
@@ -67,7 +68,8 @@ class Unit:
 
     def num_writes(self) -> int:
         """How often parameters have been written to in place. Writes through `.data` are not counted."""
-        return sum(map(_version, self.params))
+        with DisableTorchFunction():  # as `unwatched`, for each forward
+            return sum(map(_version, self.params))
 
     def wake(self) -> None:
         """A computation uses the parameters from here on; see [Note: parameters at rest] in `at_rest.py`."""

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.memory import Copied, Copy
 from shardwise.runtime import WrappedForward
 from shardwise.runtime.activations.stores import Away, Store, bytes_of
-from shardwise.system.torch_private import FakeTensor, storage_id
+from shardwise.system.torch_private import FakeTensor, storage_id, unwatched
 
 Tensor = torch.Tensor
 SMALL_BYTES = 4096
@@ -72,6 +72,7 @@ class Offloading:
         self._begun: weakref.ref[_Group] | None = None
         self._waits = waits
 
+    @unwatched
     def leave(self, group: _Group) -> None:
         """End the forward of a unit: start to copy what it saved."""
         self.free_copied()
@@ -179,6 +180,7 @@ class _Group:
         """Kept until `free`; afterwards only autograd holds the views."""
         self._items: list[weakref.ref[Item]] = []
 
+    @unwatched
     def pack(self, tensor: Tensor) -> _View | _NotOffloaded:
         if not self._leaves(tensor):
             return _NotOffloaded(self.unit, tensor)
