@@ -603,10 +603,11 @@ def race_of(
     most_wrong: int = 1,
     frozen: tuple[str, ...] = (),
     fades: bool = False,
+    not_before: int = 0,
 ) -> dict[int, list[int]]:
     """Train on threads, of which some die. Returns, by member that trains at the end, the sizes of the worlds in which
     it took its steps. `num_ranks` is as many as the mesh has, unless the mesh leaves it open; `frozen` are patterns of
-    names; with `fades` each step has another learning rate."""
+    names; with `fades` each step has another learning rate; newcomers are let in after `not_before` steps."""
     torch.manual_seed(3)
     plan = {**plan, "disk": str(folder / plan["disk"])} if "disk" in plan else plan
     model = task.make()
@@ -649,6 +650,7 @@ def race_of(
         num_newcomers=num_newcomers,
         least=least,
         hosts=hosts,
+        not_before=not_before,
     )
     assert results
     for found, _, state in results.values():

@@ -181,8 +181,9 @@ def test_one_rank_keeps_to_the_budget_and_two_leave_less(
 ) -> None:
     """With little room on the host, one rank has states on a disk, and two have none there."""
     budget = {"device": allowed, "host": host, "disk": str(tmp_path / "scratch") if host else None}
-    task = Watched(AXES[f"{axis} alone"].ways[AXES[f"{axis} alone"].usual][0]())
-    more: Any = {"mesh": {axis: 2}, "num_newcomers": 1, "settings": {"budget": budget}}
+    usual = AXES[f"{axis} alone"].ways[AXES[f"{axis} alone"].usual][0]()
+    task = Watched(Layers(Deep) if axis == "pp" else usual)
+    more: Any = {"mesh": {axis: 2}, "num_newcomers": 1, "not_before": 4, "settings": {"budget": budget}}
     sizes = race(f"{axis} alone", "zero1", DiesAt({0: 60}), tmp_path, task=task, **more)
     assert sizes[1][-1] == 2
     assert all(held <= allowed for seen in task.seen.values() for _, held in seen)
