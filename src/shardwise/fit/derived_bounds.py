@@ -87,19 +87,19 @@ class DerivedBounds:
     hardware: Hardware
     size: Callable[[PolicyName, PrecisionName | None], Size]
     unit_bytes: Callable[[PrecisionName | None], int]
-    _known: dict[object, list[_Known]] = field(default_factory=dict)
+    _known: dict[object, list[_Known]] = field(default_factory=dict, init=False)
     """What tells of a candidate without stages, by its key, until something more is rehearsed."""
-    _num_told: int = 0
+    _num_told: int = field(default=0, init=False)
     """How many rehearsals there were then."""
-    _least: dict[object, Least] = field(default_factory=dict)
-    _known_passes: dict[object, list[StagePass]] = field(default_factory=dict)
-    _records: dict[object, Record] = field(default_factory=dict)
-    _unpriced: dict[int, _Unpriced] = field(default_factory=dict)
+    _least: dict[object, Least] = field(default_factory=dict, init=False)
+    _known_passes: dict[object, list[StagePass]] = field(default_factory=dict, init=False)
+    _records: dict[object, Record] = field(default_factory=dict, init=False)
+    _unpriced: dict[int, _Unpriced] = field(default_factory=dict, init=False)
     """By the identity of what was counted."""
-    _moments: dict[tuple[Moment, ...], tuple[Moment, ...]] = field(default_factory=dict)
-    _known_stage_of: dict[tuple[int, int], Numbers] = field(default_factory=dict)
+    _moments: dict[tuple[Moment, ...], tuple[Moment, ...]] = field(default_factory=dict, init=False)
+    _known_stage_of: dict[tuple[int, int], Numbers] = field(default_factory=dict, init=False)
     """By the identity of what is in `_moments`, and the number of stages."""
-    _known_alone: dict[object, tuple[Alone, Operations]] = field(default_factory=dict)
+    _known_alone: dict[object, tuple[Alone, Operations]] = field(default_factory=dict, init=False)
     """By the identity of operations, which are kept alive, and who communicates."""
 
     def least(self, candidate: Candidate, *, itself: bool = False) -> Least:

@@ -53,13 +53,13 @@ class ModelSubject:
     """A folder on a local disk, for states that the host has no room for."""
     varies_rows: bool = True
     """Whether micro-batches of other sizes will be asked for."""
-    _held: dict[Candidate, dict[int, Footprint]] = field(default_factory=dict)
-    _num_held: int = 0
+    _held: dict[Candidate, dict[int, Footprint]] = field(default_factory=dict, init=False)
+    _num_held: int = field(default=0, init=False)
     """How many rehearsals there were when that was asked for."""
-    _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
-    _outlines: dict[object, Outline] = field(default_factory=dict)
-    _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
-    _widths: dict[PrecisionName | None, int] = field(default_factory=dict)
+    _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict, init=False)
+    _outlines: dict[object, Outline] = field(default_factory=dict, init=False)
+    _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict, init=False)
+    _widths: dict[PrecisionName | None, int] = field(default_factory=dict, init=False)
     """Bytes of an element that computes."""
 
     def __post_init__(self) -> None:

@@ -33,12 +33,12 @@ class Rehearsals:
     on_cpu: bool = True
     varies_rows: bool = True
     """Whether micro-batches of other sizes will be asked for."""
-    num_made: int = 0
+    num_made: int = field(default=0, init=False)
     """How many there were: what follows from all that is known holds until there is another one."""
-    _counted: dict[object, list[Counted] | ModelError | ConfigError] = field(default_factory=dict)
-    _between: dict[object, Counted | None] = field(default_factory=dict)
-    _is_tried: bool = False
-    first_is_apart: bool = False
+    _counted: dict[object, list[Counted] | ModelError | ConfigError] = field(default_factory=dict, init=False)
+    _between: dict[object, Counted | None] = field(default_factory=dict, init=False)
+    _is_tried: bool = field(default=False, init=False)
+    first_is_apart: bool = field(default=False, init=False)
     """Whether the model does other things with `rows_of_batch` samples than with more, such as with a single one."""
 
     def __post_init__(self) -> None:

@@ -727,6 +727,7 @@ class _Search:
         return None
 
     def _add(self, found: list[Ranked], candidate: Candidate, evaluated: Evaluated | ShardwiseError) -> None:
+        """To `found`, or to what is refused."""
         if isinstance(evaluated, Evaluated):
             found.append(Ranked(candidate, evaluated))
         else:

@@ -57,8 +57,8 @@ class StageCuts:
     model: nn.Module
     base: Plan
     ranks_per_node: int
-    _known: dict[tuple[int, int, str], Stages] = field(default_factory=dict)
-    _cut: dict[int, Stages] = field(default_factory=dict)
+    _known: dict[tuple[int, int, str], Stages] = field(default_factory=dict, init=False)
+    _cut: dict[int, Stages] = field(default_factory=dict, init=False)
     """By their number."""
 
     def of(self, candidate: Candidate) -> Stages:

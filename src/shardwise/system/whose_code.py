@@ -39,7 +39,7 @@ def whose(file_name: str) -> Whose:
 
 
 def whose_class(kind: type) -> Whose:
-    """Whose a class is, by the file of its module. Python's own have none, nor have a prompt's: the user's."""
+    """Whose a class is, by the file of its module. Those without one are Python's own, or typed by the user."""
     module = sys.modules.get(kind.__module__)
     if module is None or kind.__module__ == "__main__":
         return "the user's"
