@@ -33,6 +33,11 @@ def session(engine: sw.Engine) -> Any:
     return engine._session
 
 
+def run_log(engine: sw.Engine) -> Any:
+    """What writes its steps down."""
+    return engine._run_log
+
+
 def recovery(engine: sw.Engine) -> Any:
     """This rank's way from one world to the next, in a job whose ranks may be lost."""
     return session(engine).recovery

@@ -25,6 +25,8 @@ SIGNS = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": "memory",
     "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory": "memory",
     "MemoryError": "memory",
+    "RuntimeError: std::bad_alloc": "memory",
+    "OSError: [Errno 12] Cannot allocate memory, 2.2 MiB of this host's memory": "memory",
     "OSError: [Errno 28] No space left on device: 'run/step10/rank0.bin'": "disk",
     "shardwise.errors.TierError: rank 1: writing /nvme/x failed: [Errno 5] Input/output error": "disk",
     "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered": "gpu",

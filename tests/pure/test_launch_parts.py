@@ -389,3 +389,11 @@ def test_the_last_collection_takes_place_where_nanobind_would_complain(monkeypat
     function = type("nb_func", (), {"__module__": "nanobind"})()
     fast_exit._end()
     assert frozen == [True], function
+
+
+def test_a_process_without_memory_for_a_list_ends_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory() -> list[object]:
+        raise MemoryError
+
+    monkeypatch.setattr("gc.get_objects", no_memory)
+    fast_exit._end()

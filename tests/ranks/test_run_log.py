@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.elastic.rebuild import take_down
 from shardwise.errors import ConfigError, FaultError
 from shardwise.observe import Record, read_record
 from shardwise.observe.html_report import html_report
@@ -665,3 +666,25 @@ def test_what_is_not_finite_in_a_pipeline_is_traced_to_stage_unit_and_micro_batc
         assert norm.endswith(
             f"those of {faulty + 1} of 6 units, of which {faulty} (stage {stage}) is the first in the backward"
         )
+
+
+def test_a_rank_that_is_the_first_when_its_memory_has_moved_ends_the_record(tmp_path: Path) -> None:
+    """Rank 0 is lost, and the next one ends in another loss, before it has taken a step as the first."""
+    run, replicas = tmp_path / "run", models(2)
+
+    def train(world: sw.World) -> None:
+        engine = engine_of(replicas[world.rank], world, run)
+        engine.log({"loss": engine.train_step(batch(1, world.rank), loss_fn=loss_of)})
+        world.barrier()  # rank 0 has begun the record
+        if world.rank == 1:
+            world.rank = 0
+            inside.run_log(engine).go_on(world, inside.sharded(engine))
+            take_down(inside.sharded(engine))
+            inside.run_log(engine).close(FaultError("Another rank was lost."))
+
+    run_ranks(2, train)
+    assert [line["step"] for line in lines(run, "step")] == [1]
+    (resumed,), (end,) = lines(run, "resume"), lines(run, "end")
+    assert (resumed["step"], resumed["device"]) == (1, "cpu")
+    assert end["status"] == "failed"
+    assert "Another rank was lost." in end["error"]

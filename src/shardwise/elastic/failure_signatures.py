@@ -42,7 +42,7 @@ _PATTERNS: tuple[tuple[Sign, str], ...] = (
     (
         "memory",
         r"OutOfMemoryError|out of (shared )?memory|Cannot allocate memory|^MemoryError\b|"
-        r"DefaultCPUAllocator: can't alloc",
+        r"DefaultCPUAllocator: can't alloc|std::bad_alloc",
     ),
     (
         "disk",

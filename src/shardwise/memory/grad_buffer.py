@@ -13,12 +13,11 @@ In bf16, `ddp` held 1.07 of DDP's memory with all of them kept, and with none to
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from typing import Protocol
 
 import torch
 
+from shardwise.system.disk import private_pages
 from shardwise.system.heap import HEAP_BLOCK_BYTES, kept_block_bytes
 from shardwise.system.telemetry import ByteMeter
 
@@ -51,10 +50,7 @@ class OwnMemory:
         num_bytes = numel * dtype.itemsize
         if num_bytes < HEAP_BLOCK_BYTES or self._device.type != "cpu" or num_bytes < kept_block_bytes():
             return torch.empty(numel, dtype=dtype, device=self._device)
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(AttributeError, OSError):  # not on every system
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=dtype)
+        return torch.frombuffer(private_pages(num_bytes), dtype=dtype)
 
     def reclaim(self, tensor: Tensor) -> None:
         """No other rank can read it."""

@@ -71,6 +71,7 @@ class RunLog:
         self._notes: Notes | None = None
         self._is_open = True
         self._sharded: ShardedModel | None = None
+        self._device = ""
         self._lr: float | None = None
         self._last_step = self._tokens = 0
         self._has_begun = False
@@ -116,6 +117,7 @@ class RunLog:
         if self._folder is not None and self._notes is None:
             self._open(self._folder)
         self._sharded, self._bytes, self._slow, self._stragglers = sharded, _Bytes(), None, None
+        self._device = str(sharded.parts.sharding.device)
         self._last_step = sharded.progress.num_steps
         self.profile.follow(sharded.parts.timeline, sharded.progress.num_steps)
         self._predict(sharded)
@@ -396,7 +398,7 @@ class RunLog:
     def _open_record(self, path: Path, sharded: ShardedModel, step: int, *, is_new: bool) -> None:
         plan = sharded.plan.model_dump(mode="json")
         axes = sharded.mesh.named_sizes
-        more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.parts.sharding.device)}
+        more = {"mesh": axes, "model": type(sharded.model).__name__, "device": self._device}
         size = self._world.size
         if is_new:
             self._record = RunRecord.start(path, plan=plan, world_size=size, **more)

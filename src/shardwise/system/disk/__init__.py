@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.system.disk.holder import Holder
     from shardwise.system.disk.io_queue import IoQueue
     from shardwise.system.disk.mounts import check_local, is_memory
-    from shardwise.system.disk.page_buffers import BufferPool, Stage, pages, tensors_in_pages
+    from shardwise.system.disk.page_buffers import BufferPool, Stage, pages, private_pages, tensors_in_pages
     from shardwise.system.disk.pending import Patience, Pending
     from shardwise.system.disk.removals import Removals
     from shardwise.system.disk.sliced_file import SlicedFile
@@ -52,6 +52,7 @@ __all__ = [
     "layout",
     "open_direct",
     "pages",
+    "private_pages",
     "remove_files_beside",
     "tensors_in_pages",
     "write_at",
@@ -77,6 +78,7 @@ _HOMES = {
     "layout": "shardwise.system.disk.align",
     "open_direct": "shardwise.system.disk.direct",
     "pages": "shardwise.system.disk.page_buffers",
+    "private_pages": "shardwise.system.disk.page_buffers",
     "remove_files_beside": "shardwise.system.disk.tier_folder",
     "tensors_in_pages": "shardwise.system.disk.page_buffers",
     "write_at": "shardwise.system.disk.direct",

@@ -46,7 +46,7 @@ def pages(num_bytes: int, device: RankDevice | None = None) -> torch.Tensor:
     the mapping would run too late, when it is already unmapped; so the finalizer is on its one user, a `ctypes` array.
     """
     size = max(num_bytes, PAGE)
-    mapped = (ctypes.c_char * size).from_buffer(_mapped(size))
+    mapped = (ctypes.c_char * size).from_buffer(private_pages(size))
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     if device is None or device.accelerator is None:
         return memory
@@ -63,9 +63,14 @@ def _unlock(device: RankDevice, unlock: Callable[[], None]) -> None:
         unlock()
 
 
-def _mapped(num_bytes: int) -> mmap.mmap:
-    """Private memory of this process, in huge pages where available; shared memory gets small pages."""
-    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def private_pages(num_bytes: int) -> mmap.mmap:
+    """Private memory of this process, in huge pages where available; shared memory gets small pages. Raises `OSError`
+    if there is not so much."""
+    try:
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # says neither what it was nor how much, as torch's allocator does
+        wanted = f"{format_bytes(num_bytes)} of this host's memory"
+        raise OSError(error.errno, f"{error.strerror}, {wanted}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernels without huge pages refuse
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -85,7 +90,7 @@ def tensors_in_pages(wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Te
         num_bytes += round_up(numel * dtype.itemsize, _ALIGNMENT)
     if num_bytes < _LARGE_PAGE_BYTES:
         return [torch.empty(numel, dtype=dtype, device="cpu") for numel, dtype in wanted]
-    mapped = _mapped(num_bytes)
+    mapped = private_pages(num_bytes)
     return [
         torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start)
         if numel
