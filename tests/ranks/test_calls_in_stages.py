@@ -146,6 +146,14 @@ class Mixing(nn.Module):
             x = x * (1 + 0.5 / len(x))
         if self.how == "divided by a tensor":
             x = x / (1 + 1 / torch.tensor(float(x.shape[0])))
+        if self.how == "divided by several":
+            x = x / torch.full((WIDTH,), 1 + len(x))
+        if self.how == "numbered":
+            x = x + torch.linspace(0, 1, len(x))[:, None, None]
+        if self.how == "numbered by rows":
+            x = x + torch.eye(64)[: len(x), None, :WIDTH]
+        if self.how == "features numbered":
+            x = x + torch.linspace(0, 1, WIDTH) * torch.ones(len(x), 1, 1)
         if self.how == "backward by number":
             x = Pulled.apply(x)
         if self.how == "backward by mean":
@@ -166,12 +174,13 @@ class Mixing(nn.Module):
 
 
 OF_SAMPLES = ("mean", "negatives", "batch norm", "spread", "written", "assigned", "counted")
-BY_NUMBER = ("divided", "divided by a tensor", "backward by number", "backward by mean", "hook", "scaled gradients")
-APART = ("nothing", "own product")
+BY_NUMBER = ("divided", "divided by a tensor", "divided by several", "numbered", "numbered by rows")
+IN_BACKWARDS = ("backward by number", "backward by mean", "hook", "scaled gradients")
+APART = ("nothing", "own product", "features numbered")
 
 
 @sampled
-@pytest.mark.parametrize("how", [*OF_SAMPLES, *BY_NUMBER, *APART])
+@pytest.mark.parametrize("how", [*OF_SAMPLES, *BY_NUMBER, *IN_BACKWARDS, *APART])
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:
     if is_chain:

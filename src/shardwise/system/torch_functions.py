@@ -122,11 +122,28 @@ def is_called_by_torch() -> bool:
 
 
 def is_called_by_ours() -> bool:
-    """Whether that call is made by this library's own code, maybe through a function of torch's."""
-    frame = _caller()
-    while frame is not None and whose(frame.f_code.co_filename) == "others'":
+    """Whether that call is made by this library's own code, maybe through a function of torch's, and other than by
+    modes that pass it on."""
+    return _is_ours(_caller())
+
+
+def is_dispatched_by_ours() -> bool:
+    """The same of the operator that a mode's `__torch_dispatch__` is handling."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _passes_on(frame):
+        frame = frame.f_back
+    return _is_ours(frame)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    while frame is not None and (_passes_on(frame) or whose(frame.f_code.co_filename) == "others'"):
         frame = frame.f_back
     return frame is not None and whose(frame.f_code.co_filename) == "ours"
+
+
+def _passes_on(frame: FrameType) -> bool:
+    """Whether it is a mode's."""
+    return frame.f_code.co_name.strip("_") in ("torch_function", "torch_dispatch")
 
 
 def is_called_within(module: str) -> bool:

@@ -29,6 +29,7 @@ from shardwise.parallel.pipeline.stage_messages import Result, StageMessage, Sta
 from shardwise.parallel.pipeline.staged_model import Carried, Passing, StagedModel
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
+from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.rehearsal import (
     Around,
     MixedSamples,
@@ -39,6 +40,7 @@ from shardwise.runtime.rehearsal import (
     follow_backward,
     resized,
     runs_other_code,
+    unlikely_size,
 )
 
 Shares = Sequence[tuple[int, Span]]
@@ -114,13 +116,15 @@ class Surveyor:
 
         known = carried(self.staged.layout, shares, find)
         last = messages[-1]
-        if num_samples is None or known.why_unknown or known.mixing or last is None:
+        if num_samples is None or known.why_unknown or last is None:
             return known
         odd = next((one.shape for one in last.tensors if one.shape[:1] != (num_samples,)), None)
         if odd is not None:
             return replace(
                 known, mixing=f"what {num_samples} of them become begins with another dimension: {list(odd)}"
             )
+        if known.mixing:
+            return known
         of_fewer = carried(self.staged.layout, shares, partial(find, of_fewer=True))
         return replace(known, mixing=of_fewer.mixing, why_unknown=of_fewer.why_unknown)
 
@@ -164,19 +168,23 @@ class _OwnStages:
         mixing: list[str] = []
 
         def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            num = self._num_samples
+            num, message = self._num_samples, None if arrived is None else empty(arrived, self._surveyor.device)
             if num is None:
-                layouts.extend(self._forward(stage, span, twin, args, kwargs, arrived, wanted))
+                layouts.extend(self._forward(stage, span, twin, args, kwargs, message, wanted))
                 return
-            states, used, mixed = States(twin.model), NumbersUsed(), MixedSamples(num)
+            states, mixed, count = States(twin.model), MixedSamples(num), num
             if of_fewer:
-                args, kwargs = resized((args, kwargs), 0, num, num // 2)
+                count = unlikely_size((self._part.args, self._part.kwargs), fewer=True)
+                args, kwargs = resized((args, kwargs), 0, num, count)
+            used = NumbersUsed(count, also_of_sums=True)
+            used.given([*tensors_in((args, kwargs)), *twin.resting])
             with used, nullcontext() if of_fewer else mixed:
-                layouts.extend(self._forward(stage, span, twin, args, kwargs, arrived, wanted, mixed))
+                layouts.extend(self._forward(stage, span, twin, args, kwargs, message, wanted, mixed))
             before = self._used.setdefault(span, used)
             name = before.difference(used)
             of_number = f"{name} with a number that depends on how many there are" if name else ""
-            mixing.append(of_number if of_fewer else mixed.found or states.changed())
+            numbering = used.numbering and f"{used.numbering} with what numbers them, as torch.arange(len(x)) does"
+            mixing.append(of_number if of_fewer else mixed.found or states.changed() or numbering)
 
         try:
             self._forwards.rehearse(run)
@@ -191,7 +199,7 @@ class _OwnStages:
         twin: Twin,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        arrived: StageMessageLayout | None,
+        message: StageMessage | None,
         wanted: set[str],
         mixed: MixedSamples | None = None,
     ) -> list[StageMessageLayout]:
@@ -204,7 +212,6 @@ class _OwnStages:
         is_last = surveyor.staged.ends(self._called, span[1])
         copied = replace(self._part, args=given, kwargs=kwargs, target=target, weighing=None, compute=None)
         with torch.set_grad_enabled(self._trains), surveyor.around(twin.model):
-            message = None if arrived is None else empty(arrived, surveyor.device)
             with (
                 staged.catching(model),
                 staged.running(stage, message, is_watched=True, called=model, span=span, passing=passing),
@@ -219,7 +226,7 @@ class _OwnStages:
             if mixed.has_hooks:
                 self._hooked.add(span)
             if span in self._hooked or runs_other_code(outputs):
-                with staged.running(stage, message, is_backward=True, span=span), mixed.in_backward():
+                with staged.running(stage, message, is_backward=True, span=span), mixed.given_back():
                     arrivals = [] if message is None else message.tensors
                     follow_backward(outputs, [*twin.model.parameters(), *arrivals])
         return layouts

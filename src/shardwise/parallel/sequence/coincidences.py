@@ -7,8 +7,9 @@ function that is right then too, in all of the forward, only met a number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
-from shardwise.parallel.sequence.mixing import mixes, mixes_flattened
-from shardwise.parallel.sequence.routing import numbers_tokens
+from shardwise.parallel.sequence.mixing import mixes, refused_mixing
+from shardwise.parallel.sequence.routing import numbers_tokens, refused_positions
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.nested import tensors_in
-from shardwise.system.torch_functions import is_called_by_ours
 
 if TYPE_CHECKING:
-    from shardwise.runtime.rehearsal import MixedSamples
+    from shardwise.runtime.rehearsal import NumbersUsed, Twin
 
 Function = Callable[..., Any]
 Called = tuple[Sequence[Any], Mapping[str, Any]]
@@ -56,80 +56,109 @@ class Coincidences:
         found = self._known.get(case)
         return found is not None and func not in found
 
-    def why_of_part(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> str:
-        """What a forward with `num_tokens` of a rank computes that is right for all tokens alone, and is not seen by
-        sizes of tensors: with a number that depends on how many there are ([Note: numbers of samples] in
-        `runtime/rehearsal/numbers_used.py`), along samples and tokens together, or in the backward, by hooks and
-        functions of its own. "" if there is nothing, or if the model cannot be rehearsed."""
-        from shardwise.runtime.rehearsal import MixedSamples, NumbersUsed  # few jobs need it
-
-        some = self._other(args, kwargs, num_tokens)
-        others = self._other(args, kwargs, some)
-        flattened, used, of_others = _Flattened(some), NumbersUsed(some), NumbersUsed(others)
-        mixed, mixed_of_others = MixedSamples(some), MixedSamples(others)
+    def refuse_part(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> None:
+        """Raise `ModelError` if a forward with `num_tokens` of a rank computes what is right for all tokens alone, and
+        is not seen where it is called: of several tokens, also in the backward, by hooks and functions of its own, or
+        with numbers that depend on how many there are, or number them (`runtime/rehearsal/numbers_used.py`). Of a model
+        that cannot be rehearsed nothing is known."""
         try:
-            self._rehearse(args, kwargs, num_tokens, some, used, flattened, mixed=mixed)
-            self._rehearse(args, kwargs, num_tokens, others, of_others, mixed=mixed_of_others)
+            seen, seen_of_others = self._looks(args, kwargs, num_tokens, self.multiple)
         except ModelError:
-            return ""
-        if flattened.found:
-            return f"{flattened.found} along samples and tokens together"
-        if mixed.found:
-            return f"{mixed.found.partition(' ')[0]} of several tokens in the backward"
-        name = used.difference(of_others)
-        return f"{name} with a number that depends on how many tokens there are, as x.shape[1] does" if name else ""
+            try:  # it may need a number of tokens that even groups can have, as this one is
+                groups = math.lcm(self.multiple, num_tokens & -num_tokens)
+                seen, seen_of_others = self._looks(args, kwargs, num_tokens, groups)
+            except ModelError:
+                return
+        if seen.mixing and seen_of_others.mixing:
+            raise refused_mixing(*seen.mixing.split(" of ", 1))
+        if seen.used.numbering and seen_of_others.used.numbering:
+            raise refused_positions(f"{seen.used.numbering} with what numbers them, as torch.arange(x.shape[1]) does")
+        name = seen.used.difference(seen_of_others.used)
+        if name:
+            raise ModelError(
+                f"The model computes {name} with a number that depends on how many tokens there are, as x.shape[1] "
+                f"does, and each rank of a split sequence has a part of them. Let it take the length of the whole "
+                f"sequence as an argument, compute it outside of the model, of what engine.join_sequence has joined, "
+                f"or leave sp out of the mesh."
+            )
 
-    def _other(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> int:
+    def _other(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int, multiple: int) -> int:
         from shardwise.runtime.rehearsal import size_unlike_others
 
-        return size_unlike_others(self.model, (args, kwargs), 1, num_tokens, self.multiple)
+        return size_unlike_others(self.model, (args, kwargs), 1, num_tokens, multiple)
+
+    def _looks(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int, multiple: int
+    ) -> tuple[_Look, _Look]:
+        """At forwards with two other numbers of tokens."""
+        some = self._other(args, kwargs, num_tokens, multiple)
+        others = self._other(args, kwargs, some, multiple)
+        return self._look(args, kwargs, num_tokens, some), self._look(args, kwargs, num_tokens, others)
+
+    def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int, other: int) -> _Look:
+        from shardwise.runtime.rehearsal import (  # few jobs need it
+            MixedSamples,
+            NumbersUsed,
+            follow_backward,
+            runs_other_code,
+        )
+
+        used, mixed, trains = NumbersUsed(other), MixedSamples(other), torch.is_grad_enabled()
+        look = _Look(used)
+
+        def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            used.given([*tensors_in((args, kwargs)), *twin.resting])
+            with self.around(twin.model), used, torch.set_grad_enabled(trains), mixed, mixed.given_back():
+                outputs = list(tensors_in(twin.model(*args, **kwargs)))
+                pooled = [mixed.mixing_in(one) for one in outputs if one.dim()]
+            look.mixing = mixed.found or next(filter(None, pooled), "")
+            if not look.mixing and (mixed.has_hooks or runs_other_code(outputs)):
+                with self.around(twin.model), mixed, mixed.given_back():
+                    follow_backward([one for one in outputs if one.requires_grad], twin.model.parameters())
+                look.mixing = mixed.found
+
+        self._rehearse(run, args, kwargs, num_tokens, other)
+        return look
 
     def _rehearse(
         self,
+        run: Callable[[Twin, tuple[Any, ...], dict[str, Any]], object],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_tokens: int,
         other: int,
-        *watches: AbstractContextManager[object],
-        mixed: MixedSamples | None = None,
     ) -> None:
-        """A forward with `other` tokens instead of `num_tokens`, inside `watches`. `mixed` finds what a backward gives
-        tokens of several others, if it runs Python code of the model's. Raises `ModelError` for a model that cannot be
-        rehearsed."""
-        from shardwise.runtime.rehearsal import Twin, follow_backward, rehearse_forward, resized, runs_other_code
+        """Let `run` call the model's copy with `other` tokens instead of `num_tokens`. Raises `ModelError` for a model
+        that cannot be rehearsed."""
+        from shardwise.runtime.rehearsal import rehearse_forward, resized
 
-        given = resized((tuple(args), dict(kwargs)), 1, num_tokens, other)
-        trains = mixed is not None and torch.is_grad_enabled()
-
-        def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with self.around(twin.model), ExitStack() as stack:
-                for watch in watches:
-                    if isinstance(watch, _Seen):
-                        watch.model = twin.model
-                    stack.enter_context(watch)
-                stack.enter_context(torch.set_grad_enabled(trains))
-                stack.enter_context(nullcontext() if mixed is None else mixed)
-                output = twin.model(*args, **kwargs)
-            outputs = [one for one in tensors_in(output) if one.requires_grad]
-            if mixed is None or not outputs:
-                return
-            mixed.found = ""
-            if mixed.has_hooks or runs_other_code(outputs):
-                with self.around(twin.model), mixed, mixed.in_backward():
-                    follow_backward(outputs, twin.model.parameters())
-
-        rehearse_forward(run, self.model, self.units, MicroBatch(*given), device=self.device, compute=self.compute)
+        given = MicroBatch(*resized((tuple(args), dict(kwargs)), 1, num_tokens, other))
+        rehearse_forward(run, self.model, self.units, given, device=self.device, compute=self.compute)
 
     def _found_otherwise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int
     ) -> frozenset[Function] | None:
-        other = self._other(args, kwargs, num_tokens)
+        other = self._other(args, kwargs, num_tokens, self.multiple)
         seen = _Seen(other)
+
+        def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.model = twin.model
+            with self.around(twin.model), seen, torch.no_grad():
+                twin.model(*args, **kwargs)
+
         try:
-            self._rehearse(args, kwargs, num_tokens, other, seen)
+            self._rehearse(run, args, kwargs, num_tokens, other)
         except ModelError:
             return None
         return frozenset(seen.found)
+
+
+@dataclass
+class _Look:
+    """What a rehearsed forward has computed. `mixing`: the function that mixes tokens, and of what; "" if none does."""
+
+    used: NumbersUsed
+    mixing: str = ""
 
 
 class _Seen(TorchFunctionMode):
@@ -155,25 +184,3 @@ class _Seen(TorchFunctionMode):
         if is_mixing or is_numbering:
             self.found.add(func)
         return func(*args, **kwargs)
-
-
-class _Flattened(TorchFunctionMode):
-    """Finds the first function that works along samples and tokens together, of which there are `num_tokens`."""
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self._num_tokens = num_tokens
-        self.found = ""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],  # torch's signature
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self.found and mixes_flattened(func, args, kwargs, result, self._num_tokens):
-            self.found = "" if is_called_by_ours() else func.__name__  # our layers count the tokens of all ranks
-        return result

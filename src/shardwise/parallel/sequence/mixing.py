@@ -13,7 +13,6 @@ less, is one. Not seen are other functions of transposed tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ _DIM_AT: Mapping[Function, tuple[int, int | None]] = {
     **dict.fromkeys(named("normalize", "cosine_similarity"), (2, 1)),
 }
 """Functions that work along dimensions, with the place of that argument, and its default."""
-_SELECTING = frozenset(named("select", "narrow", "index_select", "gather", "chunk", "split", "tensor_split", "unbind"))
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 JOINS = frozenset(named("cat", "concat", "concatenate"))
 _CONVOLUTIONS = frozenset(named("conv1d"))
@@ -69,11 +67,15 @@ def refuse_mixing(
     another dimension only has as many entries where this function is called."""
     shape = mixes(func, args, kwargs, num_tokens)
     if shape is not None and not is_coincidence(func):
-        raise ModelError(
-            f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
-            f"tokens, of which each rank of a split sequence has a part. {CURE} Attend by "
-            f"scaled_dot_product_attention, or leave sp out of the mesh."
-        )
+        raise refused_mixing(getattr(func, "__name__", str(func)), str(list(shape)))
+
+
+def refused_mixing(name: str, shape: str) -> ModelError:
+    """Of a function, given tensors of this shape."""
+    return ModelError(
+        f"The model calls {name} on a tensor of shape {shape} and mixes its tokens, of which each rank of a split "
+        f"sequence has a part. {CURE} Attend by scaled_dot_product_attention, or leave sp out of the mesh."
+    )
 
 
 def mixes(
@@ -112,22 +114,6 @@ def mixes(
     else:
         return None
     return tuple(given.shape) if is_mixing else None
-
-
-def mixes_flattened(
-    func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, num_tokens: int
-) -> bool:
-    """Whether a function works along samples and tokens together, `[samples * tokens, ...]`, other than to sum up all
-    elements as a loss does, or to choose some. `num_tokens` is a number that nothing else has."""
-    if func not in _DIM_AT or func in _SELECTING or (isinstance(result, Tensor) and not result.dim()):
-        return False
-    if not (args and isinstance(args[0], Tensor) and _is_flattened(num_tokens, args[0])):
-        return False
-    return mixes(func, args, kwargs, num_tokens, partial(_is_flattened, num_tokens), 0) is not None
-
-
-def _is_flattened(num_tokens: int, tensor: Tensor) -> bool:
-    return tensor.dim() in (1, 2) and tensor.is_floating_point() and tensor.shape[0] % num_tokens == 0
 
 
 def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:

@@ -234,13 +234,7 @@ class SequenceParallel:
         if self._model.training in self._looked_at:
             return
         self._looked_at.add(self._model.training)
-        why = self.coincidences.why_of_part(args, kwargs, sample.layout.num_local)
-        if why:
-            raise ModelError(
-                f"The model computes {why}, and each rank of a split sequence has a part of them. Let it take the "
-                f"length of the whole sequence as an argument, compute it outside of the model, of what "
-                f"engine.join_sequence has joined, or leave {self.line.axis} out of the mesh."
-            )
+        self.coincidences.refuse_part(args, kwargs, sample.layout.num_local)
 
     def _own_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sample = self.batches.sample_of((args, kwargs))

@@ -111,7 +111,7 @@ class Routing(TorchFunctionMode):
         sample = self._attention.sample
         how = "" if sample is None else numbers_tokens(model, func, args, sample.layout.num_local)
         if how and not self._is_coincidence(func):
-            raise _refused_positions(how)
+            raise refused_positions(how)
 
 
 def numbers_tokens(model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], num_tokens: int) -> str:
@@ -142,7 +142,7 @@ def _begins_at_the_start(index: Any, num_tokens: int) -> bool:
     return any(isinstance(one.stop, int) and one.stop == num_tokens and not one.start for one in slices)
 
 
-def _refused_positions(how: str) -> ModelError:
+def refused_positions(how: str) -> ModelError:
     return ModelError(
         f"The model numbers its tokens by itself ({how}), which would begin at 0 on every rank of a split sequence. "
         f"Let its forward take position_ids, which engine.split_sequence cuts with the tokens, and look them up."

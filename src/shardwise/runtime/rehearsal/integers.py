@@ -130,8 +130,8 @@ class Integers(UncompiledMode):
             self._floats[storage_id(storage)] = weakref.ref(storage)
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
-        if not _is_real(tensor) or not _is_inexact(tensor):
-            return _is_real(tensor)
+        if not is_real(tensor) or not _is_inexact(tensor):
+            return is_real(tensor)
         known = self._floats.get(storage_id(tensor.untyped_storage())) if self._floats else None
         return known is not None and known() is not None
 
@@ -146,7 +146,7 @@ class Integers(UncompiledMode):
         if func in _INDEXING:
             return (given, _places(args[1]), *args[2:]), None
         if func is _aten.masked_select.default:
-            return args, _selected(given, args[1]) if _is_real(args[1]) else None
+            return args, _selected(given, args[1]) if is_real(args[1]) else None
         answer = self._answer(func, args)
         if answer is None:
             return args, None
@@ -177,7 +177,7 @@ def _places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
     """The indices of an operation, with the places that a mask selects instead of each mask that has values."""
     found: list[torch.Tensor | None] = []
     for index in indices:
-        if index is None or index.dtype not in (torch.bool, torch.uint8) or not index.dim() or not _is_real(index):
+        if index is None or index.dtype not in (torch.bool, torch.uint8) or not index.dim() or not is_real(index):
             found.append(index)
             continue
         with unset_fake_temporarily():
@@ -196,7 +196,7 @@ def like(tensor: torch.Tensor, device: torch.device, *, keeps_floats: bool = Fal
 
     It has values if those are known small integers, or with `keeps_floats` others that are small; otherwise no bytes.
     """
-    if _is_real(tensor) and _is_small(tensor, SMALL_FLOAT_NUMEL if keeps_floats else -1):
+    if is_real(tensor) and _is_small(tensor, SMALL_FLOAT_NUMEL if keeps_floats else -1):
         with unset_fake_temporarily():
             plain = tensor.plain() if isinstance(tensor, Marked) else tensor  # a model computes with plain ones
             return plain.detach().clone().to(device).requires_grad_(tensor.requires_grad)
@@ -211,7 +211,7 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
-def _is_real(tensor: torch.Tensor) -> bool:
+def is_real(tensor: torch.Tensor) -> bool:
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 

@@ -38,6 +38,17 @@ from shardwise.system.torch_private import OpOverload, function_of
 Tensor = torch.Tensor
 _OTHERS = frozenset(named("histc"))
 """Count, and compute nothing that trains."""
+_CHOOSING = frozenset({Tensor.__getitem__, *named("masked_select", "index_select", "gather", "take")})
+"""By places or masks, if they are given some."""
+_NORMS = frozenset(named("layer_norm", "rms_norm"))
+_NORMS_OF_CHANNELS = frozenset(named("group_norm", "instance_norm"))
+_SPATIAL = {
+    function: num_dims
+    for num_dims in (1, 2, 3)
+    for kind in ("conv", "conv_transpose", "avg_pool", "max_pool", "lp_pool", "adaptive_avg_pool", "adaptive_max_pool")
+    for function in named(f"{kind}{num_dims}d")
+}
+"""Functions that work along the last dimensions, with their number."""
 
 
 class States:
@@ -88,12 +99,13 @@ class MixedSamples(TorchFunctionMode):
         self.found = ""
         self.has_hooks = False
         """Whether the forward has registered a hook on what it has computed."""
-        self._sums: dict[int, weakref.ref[Tensor]] | None = None
-        """In a backward: what it has computed of several samples, by identity."""
+        self._sums: dict[int, tuple[weakref.ref[Tensor], str]] | None = None
+        """In `given_back`: what was computed of several samples, by identity, and by which function of what."""
 
     @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """A context for a backward: see [Note: code of one's own in backwards]."""
+    def given_back(self) -> Iterator[None]:
+        """A context in which something may be computed of several samples, as a loss is, and gradients of parameters
+        are in a backward (see [Note: code of one's own in backwards]), but not given to each of them."""
         self._sums = {}
         try:
             yield
@@ -114,25 +126,38 @@ class MixedSamples(TorchFunctionMode):
         if not self.found and not isinstance(func, OpOverload):  # those are autograd's, which compute on fake tensors
             given = [one for one in argument_tensors((args, kwargs)) if one.is_floating_point()]
             most = max((self._num_dims(one) for one in given), default=0)
-            mixes = most > 0 and self._mixes(func, args, kwargs, result, most)
-            if self._sums is not None:
-                mixes = self._is_given_back(self._sums, given, result, mixes=mixes)
-            if mixes:
+            mixing = ""
+            if most > 0 and self._mixes(func, args, kwargs, result, most):
                 shapes = ", ".join(str(list(one.shape)) for one in given)
-                self.found = f"{getattr(func, '__name__', func)} of {shapes}"
+                mixing = f"{getattr(func, '__name__', func)} of {shapes}"
+            if self._sums is not None:
+                mixing = self._given_back(self._sums, mixing, func, (args, kwargs), result)
+            self.found = mixing
         return result
 
-    def _is_given_back(
-        self, sums: dict[int, weakref.ref[Tensor]], given: Sequence[Tensor], result: Any, *, mixes: bool
-    ) -> bool:
-        """Whether a function of a backward gives samples something of several of them; what else it has computed of
-        several is noted in `sums`."""
-        is_of_several = mixes or any(id(one) in sums and sums[id(one)]() is one for one in given)
-        if not is_of_several or is_called_by_ours():  # attention that is split works on all tokens
-            return False
-        made = [one for one in argument_tensors(result) if one.is_floating_point()]
-        sums.update({id(one): weakref.ref(one) for one in made})
-        return any(map(self._num_dims, made))
+    def mixing_in(self, tensor: Tensor) -> str:
+        """By which function, of what, this was computed of several samples, in `given_back`; "" if it was not."""
+        known = None if self._sums is None else self._sums.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else ""
+
+    def _given_back(
+        self,
+        sums: dict[int, tuple[weakref.ref[Tensor], str]],
+        mixing: str,
+        func: Callable[..., Any],
+        given: Any,
+        result: Any,
+    ) -> str:
+        """What a function gives samples of several of them; "" if nothing. What else it has computed of several is
+        noted in `sums`."""
+        if func in _CHOOSING and any(not one.is_floating_point() for one in argument_tensors(given)):
+            mixing = ""  # as many samples as the batch says, each for itself
+        mixing = next(filter(None, map(self.mixing_in, argument_tensors(given))), mixing)
+        if not mixing or is_called_by_ours():  # attention that is split works on all tokens
+            return ""
+        made = list(argument_tensors(result))
+        sums.update({id(one): (weakref.ref(one), mixing) for one in made})
+        return mixing if any(self._num_dims(one) for one in made if one.is_floating_point()) else ""
 
     def _num_dims(self, tensor: Tensor) -> int:
         """How many dimensions of a tensor are samples, maybe together with others."""
@@ -151,12 +176,38 @@ class MixedSamples(TorchFunctionMode):
             return any(first.shape[dim] % self._num_samples == 0 for dim in dims)
         if func is functional.batch_norm:
             return bool(args[5] if len(args) > 5 else kwargs.get("training"))
+        dims = (
+            [dim for dim, size in enumerate(first.shape) if size % self._num_samples == 0] if first is not None else []
+        )
+        if dims and first is not None and _works_along(func, first, args, kwargs, dims):
+            return True
         if func is Tensor.__getitem__ and first is not None and first.shape[0] == self._num_samples:
             index = args[1][0] if isinstance(args[1], tuple) else args[1]
             if isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool:
                 return True  # in another order
         made = [one for one in argument_tensors(result) if one.is_floating_point()]
         return any(self._num_dims(one) not in range(1, most + 1) for one in made)
+
+
+def _works_along(
+    func: Callable[..., Any], given: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int]
+) -> bool:
+    """Whether a function that leaves the number of dimensions alone works along one of `dims`: it normalizes, pools,
+    pads, joins or convolves along it."""
+    if func in _NORMS:
+        shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+        return max(dims) >= given.dim() - len(shape)
+    if func in _NORMS_OF_CHANNELS:
+        return max(dims) >= 1
+    if func in _SPATIAL:
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        kernel = weight.shape if isinstance(weight, Tensor) else ()  # a pool's may be a number
+        along = (dim - given.dim() for dim in dims if dim >= given.dim() - _SPATIAL[func])
+        return any(not kernel or kernel[dim] > 1 for dim in along)
+    if func is functional.pad:
+        pads = args[1] if len(args) > 1 else kwargs["pad"]
+        return any(any(pads[2 * (given.dim() - 1 - dim) :][:2]) for dim in dims)
+    return func is Tensor.unfold and dims_of(given, args, kwargs, 1)[0] in dims
 
 
 def runs_other_code(outputs: Iterable[Tensor]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
+from math import isqrt
 from typing import Any
 
 import torch
@@ -13,24 +15,33 @@ from shardwise.system.torch_private import tree_map_only
 
 Tensor = torch.Tensor
 _UNLIKELY = (37, 41, 43, 47, 53, 59, 61)
+_UNLIKELY_AND_FEWER = (17, 19, 23, 29, 31)
 
 
 def size_unlike_others(model: nn.Module, batch: object, dim: int, size: int, multiple: int) -> int:
-    """A number near `size`, which is that of dimension `dim` in `batch`, of which no other size in the model's
-    parameters or in the batch is a multiple. Smaller, if there is one. It is a multiple of `multiple` itself."""
+    """A number near `size`, which is that of dimension `dim` in `batch`: `multiple` times a prime that divides no other
+    size in the model's parameters or in the batch, so that no product of these is a multiple of it. Smaller, if there
+    is one."""
     sizes = {one for param in model.parameters() for one in param.shape}
     for tensor in argument_tensors(batch):
         sizes.update(one for place, one in enumerate(tensor.shape) if place != dim)
     sizes.discard(0)
-    candidates = [one for one in (*range(size - 1, 1, -1), *range(size + 1, 4 * size + 99)) if not one % multiple]
-    return next((one for one in candidates if all(other % one for other in sizes)), size + multiple)
+    sizes.add(multiple)
+    near = range(size // multiple + (0 if size % multiple else -1), 1, -1), range(size // multiple + 1, 4 * size + 99)
+    primes = (one for one in chain(*near) if _is_prime(one) and all(other % one for other in sizes))
+    return multiple * next(primes, size // multiple + 1)
 
 
-def unlikely_size(batch: object) -> int:
-    """A number of samples of which sizes in models are hardly multiples, and those of the batch are not. The same on
-    all ranks that share the batch, while they have other parts of the model."""
+def unlikely_size(batch: object, *, fewer: bool = False) -> int:
+    """A number of samples of which sizes in models are hardly multiples, and those of the batch are not; `fewer`:
+    another one. The same on all ranks that share the batch, while they have other parts of the model."""
     sizes = {size for tensor in argument_tensors(batch) for size in tensor.shape[1:]} - {0}
-    return next((one for one in _UNLIKELY if all(size % one for size in sizes)), _UNLIKELY[0])
+    unlikely = _UNLIKELY_AND_FEWER if fewer else _UNLIKELY
+    return next((one for one in unlikely if all(size % one for size in sizes)), unlikely[0])
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, isqrt(number) + 1))
 
 
 def resized(batch: Any, dim: int, size: int, other: int, *, kept: Collection[int] = ()) -> Any:
