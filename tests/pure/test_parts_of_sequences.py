@@ -46,6 +46,11 @@ def with_kernel(x: Tensor) -> Tensor:
     return F.conv2d(x[:, None], torch.ones(1, 1, 3, 1), padding=(1, 0))[:, 0]
 
 
+def numbered_by_an_offset(x: Tensor) -> Tensor:
+    places = torch.arange(x.shape[1]) + torch.randint(0, 2, ())
+    return x + F.embedding(places, table(WIDTH))
+
+
 NUMBERS: dict[str, Compute] = {
     "a number in a tensor": lambda x: x / torch.tensor(float(x.shape[1])),
     "of a dtype": lambda x: x / torch.as_tensor(x.shape[1], dtype=x.dtype),
@@ -79,6 +84,7 @@ NUMBERING: dict[str, Compute] = {
     "by a triangle": lambda x: x + torch.ones(x.shape[1], x.shape[1]).tril()[:, :1] + torch.eye(x.shape[1])[:1].T,
     "by sines": lambda x: x + torch.outer(torch.arange(x.shape[1]), torch.arange(WIDTH)).sin(),
     "by one in many": lambda x: x + F.one_hot(torch.arange(x.shape[1]), 64)[:, :WIDTH],
+    "from an offset": numbered_by_an_offset,
     "by a table, narrowed": lambda x: x + table(WIDTH).narrow(0, 0, x.shape[1]),
     "by a table, split": lambda x: x + table(WIDTH).split(x.shape[1])[0],
     "by a table's end": lambda x: x + table(WIDTH)[-x.shape[1] :],
@@ -138,6 +144,15 @@ def with_a_mask_for_others(x: Tensor) -> Tensor:
     return x
 
 
+def sorted_and_back(x: Tensor) -> Tensor:
+    """As experts' rows are."""
+    rows = x.flatten(0, 1)
+    order = (rows[:, 0] > 0).long().argsort()
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return rows[order].relu()[back].view_as(x)
+
+
 def experts(x: Tensor) -> Tensor:
     gates = x[..., :4].softmax(-1)
     return (gates[..., None] * torch.stack([x * expert for expert in range(4)], -2)).sum(-2)
@@ -169,6 +184,7 @@ RIGHT: dict[str, Compute] = {
     "recomputed": lambda x: checkpoint(torch.relu, x, use_reentrant=False),
     "written": written,
     "experts": experts,
+    "sorted and back": sorted_and_back,
     "losses": with_losses,
     "a mask for others": with_a_mask_for_others,
 }

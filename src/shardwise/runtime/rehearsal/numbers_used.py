@@ -60,6 +60,8 @@ class NumbersUsed(UncompiledMode):
         """What was made of numbers alone: its values."""
         self._data = WeakIdKeyDictionary()
         """Tensors with values that are the batch's, a model's, or computed of these."""
+        self._numbers = WeakIdKeyDictionary()
+        """Integers that number samples."""
         self._within = WeakIdKeyDictionary()
         """Of what has no samples: the numbers with which it was computed, as a hash."""
 
@@ -156,25 +158,31 @@ class NumbersUsed(UncompiledMode):
         for one in made:
             if is_real(one):
                 self._data[one] = True
-        numbers = tuple(self._numbers_in(func, name, args, kwargs))
+        numbers = tuple(self._numbers_in(func, name, args, kwargs, made))
         if any(map(self._has_samples, made)):
             given = list(argument_tensors((args, kwargs)))
             if given and name not in _REPEATING and not any(map(self._has_samples, given)):
-                self._note_numbering(name)
+                self._note_numbering(name, made)
         floating = [one for one in made if one.is_floating_point()]
         if any(self._also_of_sums or self._has_samples(one) for one in floating):
             self._noted.append((name, numbers))
         elif numbers:
             self._within.update((one, hash((name, numbers))) for one in floating)
 
-    def _note_numbering(self, name: str) -> None:
-        if not self.numbering and not is_dispatched_by_ours():
+    def _note_numbering(self, name: str, made: Sequence[Tensor]) -> None:
+        """Integers may yet become places."""
+        if self.numbering or is_dispatched_by_ours():
+            return
+        if any(one.is_floating_point() for one in made):
             self.numbering = name
+        self._numbers.update((one, True) for one in made)
 
     def _has_samples(self, tensor: Tensor) -> bool:
         return any(one and one % self._num_samples == 0 for one in tensor.shape)
 
-    def _numbers_in(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[object]:
+    def _numbers_in(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
+    ) -> Iterator[object]:
         """The numbers in the arguments of an operator that are neither sizes nor places, as such and in tensors."""
         computing = _computing(func)
         picks = bool(args) and isinstance(args[0], Tensor) and self._has_samples(args[0])
@@ -189,8 +197,10 @@ class NumbersUsed(UncompiledMode):
                     if is_dispatched_by_ours():  # split attention knows which tokens it has
                         continue
                     if self._tells_apart(known):
-                        self._note_numbering(name)
+                        self._note_numbering(name, made)
                     yield _summary(known)
+                elif tensor in self._numbers:
+                    self._note_numbering(name, made)
                 elif tensor in self._within:
                     yield self._within[tensor]
                 elif is_real(tensor) and tensor.numel() <= _FEW_NUMEL and not self._has_samples(tensor):
