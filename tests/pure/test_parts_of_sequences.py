@@ -210,6 +210,27 @@ def test_tokens_that_are_mixed_wherever_they_are(how: str) -> None:
         refuse_part(MIXING[how])
 
 
+class Shifted(nn.Module):
+    """Fills a tensor of its own with the batch's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, WIDTH)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        filled = ids.new_zeros(ids.shape)
+        filled[:, 0] = ids[:, 0]
+        filled[:, 1:] = ids[:, 1:].clone()
+        out: Tensor = x + self.tokens(filled)
+        return out
+
+
+def test_what_is_filled_from_the_batch_is_the_batchs() -> None:
+    coincidences = Coincidences(Shifted(), (), torch.device("cpu"), "fp32", lambda _: nullcontext(), 1)
+    ids = torch.arange(SAMPLES * TOKENS).view(SAMPLES, TOKENS)
+    coincidences.refuse_part((ids, torch.randn(SAMPLES, TOKENS, WIDTH)), {}, TOKENS)
+
+
 @pytest.mark.parametrize("how", RIGHT)
 def test_what_is_right_for_a_part(how: str) -> None:
     refuse_part(RIGHT[how])

@@ -15,6 +15,7 @@ without being made of anything that has, as the first rows of a table, numbers t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -58,8 +59,8 @@ class NumbersUsed(UncompiledMode):
         self._noted: list[tuple[str, tuple[object, ...]]] = []
         self._values = WeakIdKeyDictionary()
         """What was made of numbers alone: its values."""
-        self._data = WeakIdKeyDictionary()
-        """Tensors with values that are the batch's, a model's, or computed of these."""
+        self._data: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages with values that are the batch's, a model's, or computed of these, by identity."""
         self._numbers = WeakIdKeyDictionary()
         """Integers that number samples."""
         self._within = WeakIdKeyDictionary()
@@ -67,8 +68,8 @@ class NumbersUsed(UncompiledMode):
 
     def given(self, tensors: Iterable[Tensor]) -> None:
         """Parameters, buffers and batch: what is made of them is made of no numbers alone."""
-        for tensor in tensors:
-            self._data[tensor] = True
+        for storage in (tensor.untyped_storage() for tensor in tensors if is_real(tensor)):
+            self._data[storage_id(storage)] = weakref.ref(storage)
 
     def __torch_dispatch__(
         self,
@@ -109,7 +110,8 @@ class NumbersUsed(UncompiledMode):
     def _value(self, tensor: Tensor) -> Tensor | None:
         """What was made of numbers alone, here or before (by numpy, as a global), with values."""
         if is_real(tensor):
-            return None if tensor in self._data else tensor
+            known = self._data.get(storage_id(tensor.untyped_storage()))
+            return tensor if known is None or known() is None else None
         found: Tensor | None = self._values.get(tensor)
         return found
 
@@ -149,15 +151,13 @@ class NumbersUsed(UncompiledMode):
                 views = [one for one, of in self._values.items() if storage_id(of.untyped_storage()) == written]
                 for view in views:
                     del self._values[view]
-                self._data[tensor] = True
+                self.given([tensor])
 
     # -- what meets something else -----------------------------------------------------------------------
 
     def _note(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         made = list(argument_tensors(result))
-        for one in made:
-            if is_real(one):
-                self._data[one] = True
+        self.given(made)
         numbers = tuple(self._numbers_in(func, name, args, kwargs, made))
         if any(map(self._has_samples, made)):
             given = list(argument_tensors((args, kwargs)))
@@ -219,7 +219,8 @@ class NumbersUsed(UncompiledMode):
         if [name for name, _ in self._noted] != [name for name, _ in other._noted]:
             return ""
         pairs = zip(self._noted, other._noted, strict=True)
-        return next((name for (name, one), (_, another) in pairs if one != another), "")
+        # Other values than the numbers of samples may be as many, in one forward and not in the other.
+        return next((name for (name, one), (_, another) in pairs if len(one) == len(another) and one != another), "")
 
 
 def _is_like(name: str) -> bool:
