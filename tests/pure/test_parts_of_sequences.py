@@ -123,7 +123,8 @@ MIXING: dict[str, Compute] = {
     "one of each group": lambda x: (
         x.reshape(x.shape[0], 2, -1, WIDTH).sum(1, keepdim=True).repeat(1, 2, 1, 1).flatten(1, 2)
     ),
-    "pooled, and returned": lambda x: x.flatten(0, 1).mean(0),
+    "pooled, and returned": lambda x: x.mT.mean(-1),
+    "shares of features": lambda x: (x.flatten(0, 1).softmax(-1).mean(0) * WIDTH).sum(),
 }
 
 
@@ -134,7 +135,6 @@ def written(x: Tensor) -> Tensor:
 
 
 def with_losses(x: Tensor) -> Tensor:
-    (x.flatten(0, 1).softmax(-1).mean(0) * WIDTH).sum()
     x.exp().sum(-1).log().square().mean() / (x.shape[0] * x.shape[1])
     return x
 

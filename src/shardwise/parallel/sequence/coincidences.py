@@ -1,8 +1,13 @@
-"""Whether a dimension that has as many entries as a rank has tokens is the tokens.
+"""What a model's forward does with its tokens, seen in rehearsals with other numbers of them.
 
-Heads before tokens (`[batch, heads, tokens, dim]`), channels, and places of an expert may be as many by chance, and to
-work along them mixes no tokens. So before a model is refused, its forward is rehearsed with another number of tokens: a
-function that is right then too, in all of the forward, only met a number.
+[Note: coincidences] Heads before tokens (`[batch, heads, tokens, dim]`), channels, and places of an expert may be as
+many as tokens by chance, and to work along them mixes none. So before a model is refused for what it calls
+(`mixing.py`), its forward is rehearsed with another number of tokens: a function that is right then too, in all of the
+forward, only met a number.
+
+[Note: tokens anywhere] In a rehearsal no other size is a multiple of the number of tokens, so that they are known in
+whatever dimension they are. What a part of them lacks is looked for there, before the first forward of each kind. What
+is computed of several may become a loss, but not be given back to tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
-from shardwise.parallel.sequence.mixing import mixes, refused_mixing
+from shardwise.parallel.sequence.mixing import mixes, mixes_flattened, refused_mixing
 from shardwise.parallel.sequence.routing import numbers_tokens, refused_positions
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import MicroBatch
-from shardwise.runtime.nested import tensors_in
+from shardwise.runtime.nested import argument_tensors, tensors_in
+from shardwise.system.torch_functions import is_called_by_ours
 
 if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import NumbersUsed, Twin
@@ -103,15 +109,16 @@ class Coincidences:
             runs_other_code,
         )
 
-        used, mixed, trains = NumbersUsed(other), MixedSamples(other), torch.is_grad_enabled()
-        look = _Look(used)
+        used, mixed, flattened = NumbersUsed(other), MixedSamples(other), _Flattened(other)
+        look, trains = _Look(used), torch.is_grad_enabled()
 
         def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             used.given([*tensors_in((args, kwargs)), *twin.resting])
-            with self.around(twin.model), used, torch.set_grad_enabled(trains), mixed, mixed.given_back():
+            samples = next((len(one) for one in argument_tensors((args, kwargs)) if one.dim()), 0)
+            with self.around(twin.model), used, torch.set_grad_enabled(trains), flattened, mixed, mixed.given_back():
                 outputs = list(tensors_in(twin.model(*args, **kwargs)))
-                pooled = [mixed.mixing_in(one) for one in outputs if one.dim()]
-            look.mixing = mixed.found or next(filter(None, pooled), "")
+                pooled = [mixed.mixing_in(one) for one in outputs if one.dim() > 1 and len(one) == samples]
+            look.mixing = mixed.found or flattened.found or next(filter(None, pooled), "")
             if not look.mixing and (mixed.has_hooks or runs_other_code(outputs)):
                 with self.around(twin.model), mixed, mixed.given_back():
                     follow_backward([one for one in outputs if one.requires_grad], twin.model.parameters())
@@ -184,3 +191,26 @@ class _Seen(TorchFunctionMode):
         if is_mixing or is_numbering:
             self.found.add(func)
         return func(*args, **kwargs)
+
+
+class _Flattened(TorchFunctionMode):
+    """Finds the first function that works along samples and tokens together, of which there are `num_tokens`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+        self.found = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        is_mixing = not self.found and mixes_flattened(func, args, kwargs, result, self._num_tokens)
+        if is_mixing and not is_called_by_ours():  # our layers count the tokens of all ranks
+            self.found = f"{func.__name__} of {list(args[0].shape)}"
+        return result

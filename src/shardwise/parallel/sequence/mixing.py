@@ -7,12 +7,14 @@ Others that are as long by chance are told apart by `coincidences.py`.
 Tensors of two dimensions count only if they are integers (token ids, masks), since features of whole samples may be as
 many as tokens. A convolution that is wider than 1 is refused whatever it is given, as `nn.Conv1d` is, and so is a
 product of matrices that adds up over as many entries, wherever they are: attention without `softmax`, or with a head
-less, is one. Not seen are other functions of transposed tensors.
+less, is one. Other functions of transposed tensors are seen in a model alone, before its first forward
+(`coincidences.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ _DIM_AT: Mapping[Function, tuple[int, int | None]] = {
     **dict.fromkeys(named("normalize", "cosine_similarity"), (2, 1)),
 }
 """Functions that work along dimensions, with the place of that argument, and its default."""
+_SELECTING = frozenset(named("select", "narrow", "index_select", "gather", "chunk", "split", "tensor_split", "unbind"))
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 JOINS = frozenset(named("cat", "concat", "concatenate"))
 _CONVOLUTIONS = frozenset(named("conv1d"))
@@ -114,6 +117,22 @@ def mixes(
     else:
         return None
     return tuple(given.shape) if is_mixing else None
+
+
+def mixes_flattened(
+    func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, num_tokens: int
+) -> bool:
+    """Whether a function works along samples and tokens together, `[samples * tokens, ...]`, other than to sum up all
+    elements as a loss does, or to choose some. `num_tokens` is a number that nothing else has."""
+    if func not in _DIM_AT or func in _SELECTING or (isinstance(result, Tensor) and not result.dim()):
+        return False
+    if not (args and isinstance(args[0], Tensor) and _is_flattened(num_tokens, args[0])):
+        return False
+    return mixes(func, args, kwargs, num_tokens, partial(_is_flattened, num_tokens), 0) is not None
+
+
+def _is_flattened(num_tokens: int, tensor: Tensor) -> bool:
+    return tensor.dim() in (1, 2) and tensor.is_floating_point() and tensor.shape[0] % num_tokens == 0
 
 
 def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:

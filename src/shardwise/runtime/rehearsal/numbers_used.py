@@ -123,7 +123,7 @@ class NumbersUsed(UncompiledMode):
             value = self._value(tensor)
             if value is None:  # whose shape alone is taken
                 return torch.empty(tensor.shape, dtype=tensor.dtype)
-            return value.clone() if is_constant else value
+            return value.clone() if is_constant else value.cpu()
 
         with unset_fake_temporarily():
             given, named = tree_map_only(Tensor, with_values, (args, dict(kwargs)))
