@@ -42,7 +42,8 @@ class Waits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: Counter[str] = Counter()
-        self.on_host: set[int] = set()
+        self.on_host: dict[int, object] = {}
+        """By identity; they are kept, so that no other tensor gets one of theirs."""
         self._here = threading.local()
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, self._noted(name, getattr(torch.Tensor, name)))
@@ -145,10 +146,11 @@ class WithTable(nn.Module):
         return self.inner(x, y) * self.table.mean()
 
 
-def steps_of(engine: sw.Engine) -> set[int]:
-    """The ids of the tensors that count an optimizer's steps."""
+def steps_of(engine: sw.Engine) -> dict[int, object]:
+    """The tensors that count an optimizer's steps, by identity."""
     optimizer = inside.adopted(engine)
-    return {id(optimizer.state_of(piece).get("step")) for piece in optimizer.pieces}
+    steps = [optimizer.state_of(piece).get("step") for piece in optimizer.pieces]
+    return {id(step): step for step in steps}
 
 
 def steady_step(

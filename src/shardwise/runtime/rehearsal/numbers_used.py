@@ -122,7 +122,7 @@ class NumbersUsed(UncompiledMode):
         def with_values(tensor: Tensor) -> Tensor:
             value = self._value(tensor)
             if value is None:  # whose shape alone is taken
-                return torch.empty(tensor.shape, dtype=tensor.dtype)
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             return value.clone() if is_constant else value.cpu()
 
         with unset_fake_temporarily():
