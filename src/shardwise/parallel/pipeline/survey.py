@@ -183,8 +183,7 @@ class _OwnStages:
             before = self._used.setdefault(span, used)
             name = before.difference(used)
             of_number = f"{name} with a number that depends on how many there are" if name else ""
-            numbering = used.numbering and f"{used.numbering} with what numbers them, as torch.arange(len(x)) does"
-            mixing.append(of_number if of_fewer else mixed.found or states.changed() or numbering)
+            mixing.append(of_number if of_fewer else mixed.found or states.changed() or used.numbering)
 
         try:
             self._forwards.rehearse(run)

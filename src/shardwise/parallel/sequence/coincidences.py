@@ -13,6 +13,7 @@ is computed of several may become a loss, but not be given back to tokens.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class Coincidences:
         if seen.mixing and seen_of_others.mixing:
             raise refused_mixing(*seen.mixing.split(" of ", 1))
         if seen.used.numbering and seen_of_others.used.numbering:
-            raise refused_positions(f"{seen.used.numbering} with what numbers them, as torch.arange(x.shape[1]) does")
+            raise refused_positions(seen.used.numbering)
         name = seen.used.difference(seen_of_others.used)
         if name:
             raise ModelError(
@@ -125,6 +126,7 @@ class Coincidences:
                 look.mixing = mixed.found
 
         self._rehearse(run, args, kwargs, num_tokens, other)
+        look.mixing = _with_tokens(look.mixing, other, num_tokens)
         return look
 
     def _rehearse(
@@ -158,6 +160,12 @@ class Coincidences:
         except ModelError:
             return None
         return frozenset(seen.found)
+
+
+def _with_tokens(found: str, other: int, num_tokens: int) -> str:
+    """What was found of shapes with `other` tokens, in those of the forward that comes."""
+    sizes = re.compile(r"\b\d+\b")
+    return sizes.sub(lambda one: str(int(one[0]) // other * num_tokens if int(one[0]) % other == 0 else one[0]), found)
 
 
 @dataclass

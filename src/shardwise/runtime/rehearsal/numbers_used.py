@@ -55,7 +55,7 @@ class NumbersUsed(UncompiledMode):
         self._num_samples = num_samples
         self._also_of_sums = also_of_sums
         self.numbering = ""
-        """The first operator that numbers the samples."""
+        """How samples are numbered first, in words; "" if they are not."""
         self._noted: list[tuple[str, tuple[object, ...]]] = []
         self._values = WeakIdKeyDictionary()
         """What was made of numbers alone: its values."""
@@ -162,19 +162,19 @@ class NumbersUsed(UncompiledMode):
         if any(map(self._has_samples, made)):
             given = list(argument_tensors((args, kwargs)))
             if given and name not in _REPEATING and not any(map(self._has_samples, given)):
-                self._note_numbering(name, made)
+                self._note_numbering(f"rows of a table, by {name}", made)
         floating = [one for one in made if one.is_floating_point()]
         if any(self._also_of_sums or self._has_samples(one) for one in floating):
             self._noted.append((name, numbers))
         elif numbers:
             self._within.update((one, hash((name, numbers))) for one in floating)
 
-    def _note_numbering(self, name: str, made: Sequence[Tensor]) -> None:
+    def _note_numbering(self, how: str, made: Sequence[Tensor]) -> None:
         """Integers may yet become places."""
         if self.numbering or is_dispatched_by_ours():
             return
         if any(one.is_floating_point() for one in made):
-            self.numbering = name
+            self.numbering = how
         self._numbers.update((one, True) for one in made)
 
     def _has_samples(self, tensor: Tensor) -> bool:
@@ -184,7 +184,7 @@ class NumbersUsed(UncompiledMode):
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
     ) -> Iterator[object]:
         """The numbers in the arguments of an operator that are neither sizes nor places, as such and in tensors."""
-        computing = _computing(func)
+        computing, numbering = _computing(func), f"{name} with what numbers them, as torch.arange does"
         picks = bool(args) and isinstance(args[0], Tensor) and self._has_samples(args[0])
         for argument, value in bound(func, args, kwargs):
             if type(value) in (int, float) and argument.name in computing:
@@ -197,10 +197,10 @@ class NumbersUsed(UncompiledMode):
                     if is_dispatched_by_ours():  # split attention knows which tokens it has
                         continue
                     if self._tells_apart(known):
-                        self._note_numbering(name, made)
+                        self._note_numbering(numbering, made)
                     yield _summary(known)
                 elif tensor in self._numbers:
-                    self._note_numbering(name, made)
+                    self._note_numbering(numbering, made)
                 elif tensor in self._within:
                     yield self._within[tensor]
                 elif is_real(tensor) and tensor.numel() <= _FEW_NUMEL and not self._has_samples(tensor):
