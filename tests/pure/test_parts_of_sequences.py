@@ -116,7 +116,9 @@ MIXING: dict[str, Compute] = {
     "normalized with features": lambda x: F.rms_norm(x, x.shape[1:]),
     "pooled": lambda x: F.avg_pool2d(x[None], (3, 1), 1, (1, 0))[0],
     "convolved": with_kernel,
+    "stretched": lambda x: F.interpolate(x.mT, scale_factor=2, mode="linear")[..., ::2].mT,
     "windows": lambda x: F.pad(x.mT, (1, 1)).unfold(-1, 3, 1).sum(-1).mT,
+    "windows, by keyword": lambda x: F.pad(x.mT, (1, 1)).unfold(dimension=-1, size=3, step=1).sum(-1).mT,
     "in groups": lambda x: (
         x.unflatten(1, (2, -1)).mean(2, keepdim=True).expand(-1, -1, x.shape[1] // 2, -1).flatten(1, 2)
     ),
@@ -173,6 +175,7 @@ RIGHT: dict[str, Compute] = {
         x + table(WIDTH)[(x[..., 0] > 0).long()] + F.embedding((x > 0).long()[..., 0], table(WIDTH))
     ),
     "buckets": lambda x: x + torch.bucketize(x, torch.linspace(-1, 1, 5)).float(),
+    "windows of features": lambda x: x.unfold(dimension=-1, size=2, step=2).flatten(2),
     "convolved each": lambda x: F.conv1d(x.mT, torch.ones(WIDTH, WIDTH, 1)).mT,
     "features mixed": lambda x: x.cumsum(-1) + x.flip(-1) + x.roll(1, -1) + x.sort(-1).values + F.pad(x, (1, -1)),
     "features multiplied": lambda x: torch.einsum("btd,de->bte", x, torch.eye(WIDTH)) @ torch.ones(WIDTH, WIDTH).tril(),

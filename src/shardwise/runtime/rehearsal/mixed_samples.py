@@ -160,10 +160,11 @@ class MixedSamples(TorchFunctionMode):
         return mixing if any(self._num_dims(one) for one in made if one.is_floating_point()) else ""
 
     def _num_dims(self, tensor: Tensor) -> int:
-        """How many dimensions of a tensor are samples, maybe together with others."""
-        if isinstance(tensor, nn.Parameter):
-            return 0
-        return sum(size > 0 and size % self._num_samples == 0 for size in tensor.shape)
+        return 0 if isinstance(tensor, nn.Parameter) else len(self._dims(tensor))
+
+    def _dims(self, tensor: Tensor) -> list[int]:
+        """The dimensions of a tensor that are samples, maybe together with others."""
+        return [dim for dim, size in enumerate(tensor.shape) if size > 0 and size % self._num_samples == 0]
 
     def _mixes(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, most: int
@@ -176,10 +177,8 @@ class MixedSamples(TorchFunctionMode):
             return any(first.shape[dim] % self._num_samples == 0 for dim in dims)
         if func is functional.batch_norm:
             return bool(args[5] if len(args) > 5 else kwargs.get("training"))
-        dims = (
-            [dim for dim, size in enumerate(first.shape) if size % self._num_samples == 0] if first is not None else []
-        )
-        if dims and first is not None and _works_along(func, first, args, kwargs, dims):
+        dims = [] if first is None else self._dims(first)
+        if first is not None and dims and _works_along(func, first, args, kwargs, dims):
             return True
         if func is Tensor.__getitem__ and first is not None and first.shape[0] == self._num_samples:
             index = args[1][0] if isinstance(args[1], tuple) else args[1]
@@ -193,7 +192,7 @@ def _works_along(
     func: Callable[..., Any], given: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int]
 ) -> bool:
     """Whether a function that leaves the number of dimensions alone works along one of `dims`: it normalizes, pools,
-    pads, joins or convolves along it."""
+    pads, stretches or convolves along it."""
     if func in _NORMS:
         shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
         return max(dims) >= given.dim() - len(shape)
@@ -204,10 +203,15 @@ def _works_along(
         kernel = weight.shape if isinstance(weight, Tensor) else ()  # a pool's may be a number
         along = (dim - given.dim() for dim in dims if dim >= given.dim() - _SPATIAL[func])
         return any(not kernel or kernel[dim] > 1 for dim in along)
+    if func is functional.interpolate:
+        return max(dims) >= 2
     if func is functional.pad:
         pads = args[1] if len(args) > 1 else kwargs["pad"]
         return any(any(pads[2 * (given.dim() - 1 - dim) :][:2]) for dim in dims)
-    return func is Tensor.unfold and dims_of(given, args, kwargs, 1)[0] in dims
+    if func is Tensor.unfold:
+        dimension = kwargs["dimension"] if "dimension" in kwargs else args[1]
+        return dimension % given.dim() in dims
+    return False
 
 
 def runs_other_code(outputs: Iterable[Tensor]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import chain
+from itertools import chain, count
 from math import isqrt
 from typing import Any
 
@@ -27,9 +27,9 @@ def size_unlike_others(model: nn.Module, batch: object, dim: int, size: int, mul
         sizes.update(one for place, one in enumerate(tensor.shape) if place != dim)
     sizes.discard(0)
     sizes.add(multiple)
-    near = range(size // multiple + (0 if size % multiple else -1), 1, -1), range(size // multiple + 1, 4 * size + 99)
-    primes = (one for one in chain(*near) if _is_prime(one) and all(other % one for other in sizes))
-    return multiple * next(primes, size // multiple + 1)
+    smaller = range(size // multiple + (0 if size % multiple else -1), 1, -1)
+    near = chain(smaller, count(size // multiple + 1))
+    return multiple * next(one for one in near if _is_prime(one) and all(other % one for other in sizes))
 
 
 def unlikely_size(batch: object, *, fewer: bool = False) -> int:
