@@ -118,7 +118,7 @@ MIXING: dict[str, Compute] = {
     "convolved": with_kernel,
     "stretched": lambda x: F.interpolate(x.mT, scale_factor=2, mode="linear")[..., ::2].mT,
     "windows": lambda x: F.pad(x.mT, (1, 1)).unfold(-1, 3, 1).sum(-1).mT,
-    "windows, by keyword": lambda x: F.pad(x.mT, (1, 1)).unfold(dimension=-1, size=3, step=1).sum(-1).mT,
+    "softmax of windows of features": lambda x: x.unfold(dimension=-1, size=1, step=1)[..., 0].mT.softmax(-1).mT,
     "in groups": lambda x: (
         x.unflatten(1, (2, -1)).mean(2, keepdim=True).expand(-1, -1, x.shape[1] // 2, -1).flatten(1, 2)
     ),
